@@ -1,0 +1,110 @@
+"""Every error that raytrainer raises on purpose, and the exit code that each one gives.
+
+    RaytrainerError                 1
+    ├── UsageError                  2   a mistake in the command, the config or the data set
+    │   ├── ConfigError                 a key, a value or a combination that the config rules out
+    │   ├── TargetError                 a `_target_` that cannot be imported, bound or called
+    │   ├── DataError                   a data set that cannot be trained on as it is
+    │   ├── ResumeError                 a run directory or checkpoint that does not fit the config
+    │   └── ClusterRequestError         more than the cluster can ever give
+    └── TrainingError               1   the run started and failed
+        ├── NonFiniteLossError          NaN or infinity where the config says stop
+        ├── WorkerError                 an exception in one rank's user code
+        ├── WorkerLostError             a rank's process died
+        ├── CheckpointError             no checkpoint can be read
+        └── StorageError                the run directory cannot be written
+
+An error that a user can mend says four things: where, which value, which rule, what to write instead.
+The command line prints `str(error)` and no traceback; `exit_code` is the process's exit code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class RaytrainerError(Exception):
+    """The root: catch this to catch everything that raytrainer raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(RaytrainerError):
+    """Something that the user wrote cannot be done; nothing was started."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake in a config.
+
+    where: "file:line" or "override" or "config"; path: dotted key; value: as written, already printable;
+    rule: what is wrong, a sentence; fix: what to write instead, or None.
+    """
+
+    where: str
+    path: str
+    rule: str
+    value: str | None = None
+    fix: str | None = None
+
+    def __str__(self) -> str:
+        head = f"{self.where}: {self.path}" if self.path else self.where
+        if self.value is not None:
+            head += f" = {self.value}"
+        lines = [head, f"  {self.rule}"]
+        if self.fix:
+            lines.append(f"  {self.fix}")
+        return "\n".join(lines)
+
+
+class ConfigError(UsageError):
+    """One or more mistakes in a config; `problems` has them one by one."""
+
+    def __init__(self, problems: Problem | list[Problem]):
+        self.problems = [problems] if isinstance(problems, Problem) else list(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    def __reduce__(self):
+        return type(self), (self.problems,)
+
+
+class TargetError(UsageError):
+    """A `_target_` that cannot be imported, does not take its arguments, or raises when it is called."""
+
+
+class DataError(UsageError):
+    """A data set that cannot be trained on as it is: empty, iterable-only, labels outside the classes."""
+
+
+class ResumeError(UsageError):
+    """The run directory or the checkpoint was made by something that this config does not continue."""
+
+
+class ClusterRequestError(UsageError):
+    """The config asks for more than the cluster can ever give."""
+
+
+class TrainingError(RaytrainerError):
+    """The run started and failed."""
+
+
+class NonFiniteLossError(TrainingError):
+    """The loss became NaN or infinite and `training.on_nan` is `stop`."""
+
+
+class WorkerError(TrainingError):
+    """An exception in one rank, with the user's own frames first."""
+
+
+class WorkerLostError(TrainingError):
+    """A rank's process died: its signal or exit code, and what probably killed it."""
+
+
+class CheckpointError(TrainingError):
+    """No checkpoint of the run can be read."""
+
+
+class StorageError(TrainingError):
+    """The run directory cannot be written or read."""
