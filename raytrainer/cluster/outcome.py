@@ -88,6 +88,21 @@ class RankFailure:
         return first
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended, whatever ran it.
+
+    status: "finished", "stopped" or "failed"; exit_code: the command's; result: rank 0's plain values, None if it
+    gave none; failure: the cause when failed; restarts: the cause of each new start, in order.
+    """
+
+    status: str
+    exit_code: int
+    result: dict | None = None
+    failure: RankFailure | None = None
+    restarts: tuple[RankFailure, ...] = ()
+
+
 def describe_exception(exc: BaseException, rank: int) -> RankFailure:
     """The failure that `exc`, caught at the top of rank `rank`'s process, stands for."""
     now = time.time()
