@@ -30,9 +30,17 @@ def finish(payload, process, observer, stop):
 
 
 def show_environment(payload, process, observer, stop):
-    names = (
-        "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT OMP_NUM_THREADS EXTRA"
-    ).split()
+    names = [
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "OMP_NUM_THREADS",
+        "EXTRA",
+    ]
     observer({"event": "environment", **{name: os.environ.get(name) for name in names}})
     observer({"event": "path", "path": sys.path, "place": list(process)})
     return {"status": "finished", "torch": "torch" in sys.modules}

@@ -1,6 +1,7 @@
 """JSON lines on a socket between a rank's process and the one that started it.
 
-Sending never waits: what the other side has not read is kept, and metrics are dropped when that grows too long.
+Sending never waits: what the other side has not read is kept, and metrics are
+dropped when that grows too long.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: dict, *, droppable: bool = False) -> None:
-        """Send `message`, or keep it for later while the other side does not read; nothing once that has ended.
+        """Send `message`, or keep it for later while the other side does not read; nothing once it is gone.
 
         droppable: leave it out when over MAX_PENDING_BYTES wait already. A forked copy of the process sends
         nothing, since its bytes would land in the middle of the owner's.

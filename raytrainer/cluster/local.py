@@ -1,28 +1,17 @@
 """Runs the ranks as processes of our own on this machine, without Ray: start, watch, stop, start again.
 
-Each rank has a session, and so a process group, of its own: the terminal's Ctrl-C does not reach it, and what it
-starts ends with it. The parent waits on sockets only, and imports no torch.
+The parent waits on sockets only, and imports no torch.
 """
 
 from __future__ import annotations
 
-import os
-import pickle
 import selectors
-import signal
 import socket
-import subprocess
-import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-from raytrainer.cluster import worker
-from raytrainer.cluster.channel import Channel
 from raytrainer.cluster.outcome import (
     Outcome,
     RankFailure,
@@ -31,6 +20,7 @@ from raytrainer.cluster.outcome import (
     is_retryable,
     to_error,
 )
+from raytrainer.cluster.rank_process import RankProcess, group_environment, payload_as_file
 from raytrainer.cluster.signals import EXIT_CODES, StopSignal
 
 # After the first failure the others get this long to notice and to write out their logs.
@@ -53,8 +43,9 @@ def run_local(
 ) -> Outcome:
     """Run `num_workers` ranks until they finish, stop or fail for good; no process of theirs is left.
 
-    payload: see `worker.run_rank`; plain picklable values. on_record: called here with each record of rank 0, with
-    its output lines ({"output": ..., "stream": ...}) and with a "worker_failed" event for each new start.
+    payload: see `worker.run_rank`; plain picklable values. on_record: called here with each record of
+    rank 0, with its output lines ({"output": ..., "stream": ...}) and with a "worker_failed" event for each
+    new start.
     max_failures: new starts after a lost process, without a newly committed step in between; -1 for no limit.
     log_dir: where rank N's output goes, to rank_N.log. committed_step: the step a new start would resume at.
     """
@@ -103,17 +94,6 @@ def _outcome_of(results: dict[int, dict], stop: StopSignal, restarts: tuple[Rank
     return Outcome(status, EXIT_CODES.get(reason, result.get("exit_code", 0)), result, restarts=restarts)
 
 
-@dataclass(eq=False)
-class _Rank:
-    """One rank's process, seen from the parent."""
-
-    rank: int
-    process: subprocess.Popen
-    channel: Channel
-    reported: bool = False
-    exited: bool = False
-
-
 class _Group:
     """The ranks of one start: launched on entry, gone with all that they started on exit."""
 
@@ -132,7 +112,7 @@ class _Group:
         self._on_record = on_record
         self._stop = stop
         self._log_dir = log_dir
-        self._ranks: list[_Rank] = []
+        self._ranks: list[RankProcess] = []
         self._resources = ExitStack()
         self._training = False
         self._killed = False
@@ -193,76 +173,20 @@ class _Group:
     # Starting
 
     def _launch(self) -> None:
-        payload_file = self._resources.enter_context(tempfile.TemporaryFile())
-        payload_file.write(pickle.dumps(self._payload))
-        payload_file.flush()
         # The listening socket keeps the port until rank 0 serves its store on it: no other run can take it.
         listener = self._resources.enter_context(socket.create_server(("127.0.0.1", 0), backlog=4096))
-        environment = self._environment(listener.getsockname()[1])
+        payload_file = self._resources.enter_context(payload_as_file(self._payload))
+        environment = group_environment(
+            self._num_workers, listener.getsockname()[1], self._payload["attempt"]
+        )
         for rank in range(self._num_workers):
-            self._start_rank(rank, environment, payload_file, listener)
+            store_fd = listener.fileno() if rank == 0 else None
+            process = RankProcess(rank, environment, payload_file, store_fd, self._log_dir)
+            self._resources.callback(process.close)
+            self._ranks.append(process)
+            self._selector.register(process.channel, selectors.EVENT_READ, process)
+            process.call_at_exit(self._wake)
         listener.close()
-
-    def _environment(self, port: int) -> dict[str, str]:
-        size = str(self._num_workers)
-        environment = {
-            **os.environ,
-            "WORLD_SIZE": size,
-            "LOCAL_WORLD_SIZE": size,
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            # Rank 0 serves the store before the process group starts, so every rank connects to it as a client.
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": str(self._payload["attempt"]),
-        }
-        if sys.platform == "linux":
-            # Everything is on this machine; a host name that does not resolve must not matter.
-            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        return environment
-
-    def _start_rank(
-        self, rank: int, environment: dict[str, str], payload_file, listener: socket.socket
-    ) -> None:
-        ours, theirs = socket.socketpair()
-        channel = Channel(ours)
-        self._resources.callback(channel.close)
-        life_read, life_write = os.pipe()
-        self._resources.callback(os.close, life_write)
-        with ExitStack() as child_side:
-            child_side.callback(theirs.close)
-            child_side.callback(os.close, life_read)
-            log = child_side.enter_context(self._log_file(rank))
-            fds = {"control_fd": theirs.fileno(), "life_fd": life_read, "payload_fd": payload_file.fileno()}
-            if rank == 0:
-                fds["store_fd"] = listener.fileno()
-            numbers = {
-                "rank": rank,
-                "world_size": self._num_workers,
-                "payload_size": payload_file.tell(),
-                **fds,
-            }
-            arguments = [str(part) for name, value in numbers.items() for part in (f"--{name}", value)]
-            process = subprocess.Popen(
-                [sys.executable, "-P", worker.__file__, *(part.replace("_", "-") for part in arguments)],
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=list(fds.values()),
-                start_new_session=True,
-            )
-        entry = _Rank(rank, process, channel)
-        self._ranks.append(entry)
-        self._selector.register(channel, selectors.EVENT_READ, entry)
-        threading.Thread(target=_wait_for_exit, args=(process, self._wake), daemon=True).start()
-
-    def _log_file(self, rank: int):
-        if self._log_dir is None:
-            return open(os.devnull, "ab")
-        self._log_dir.mkdir(parents=True, exist_ok=True)
-        return open(self._log_dir / f"rank_{rank}.log", "ab")
 
     # Waking up
 
@@ -278,7 +202,7 @@ class _Group:
 
     # What the ranks say
 
-    def _read(self, rank: _Rank) -> None:
+    def _read(self, rank: RankProcess) -> None:
         for message in rank.channel.receive():
             if "record" in message:
                 record = message["record"]
@@ -302,14 +226,13 @@ class _Group:
                     rank.channel.send({"abort": GRACE_S / 2})
 
     def _reap(self) -> None:
-        """Note the ranks that have ended, after all that they said, and end what they left in their groups."""
+        """Note the ranks that have ended, after all that they said, and end what they left."""
         for rank in self._ranks:
-            if rank.exited or not _has_ended(rank.process):
+            if rank.exited or not rank.has_ended():
                 continue
             self._read(rank)
-            _kill_group(rank.process)
-            returncode, rss_gib = _collect(rank.process)
-            rank.exited = True
+            rank.kill_group()
+            returncode, rss_gib = rank.collect()
             if not rank.reported and not self._killed:
                 self._fail(describe_exit(rank.rank, returncode, rss_gib))
 
@@ -332,51 +255,4 @@ class _Group:
             self._deadline = time.monotonic() + KILL_S
         for rank in self._ranks:
             if not rank.exited:
-                _kill_group(rank.process)
-
-
-# Without waitid (macOS before Python 3.13) a process is collected as it ends, and its number may be given away
-# before its group is killed.
-_CAN_PEEK = hasattr(os, "waitid")
-
-
-def _wait_for_exit(process: subprocess.Popen, wake: Callable[[], None]) -> None:
-    """In a thread of its own: call `wake` when `process` has ended, and leave the zombie where it can be.
-
-    While the zombie is there, its number, which is its process group's too, is not given to another.
-    """
-    if _CAN_PEEK:
-        with suppress(ChildProcessError):
-            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    else:
-        process.wait()
-    wake()
-
-
-def _has_ended(process: subprocess.Popen) -> bool:
-    if not _CAN_PEEK:
-        return process.poll() is not None
-    try:
-        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
-    except ChildProcessError:
-        return True
-
-
-def _collect(process: subprocess.Popen) -> tuple[int, float | None]:
-    """The exit code of a process that has ended, as `subprocess` gives it, and its peak resident size in GiB."""
-    if process.returncode is None:
-        try:
-            _, status, usage = os.wait4(process.pid, 0)
-        except ChildProcessError:
-            # Collected behind our back, by a SIGCHLD setting of the program that we run in.
-            process.returncode = 0
-            return 0, None
-        process.returncode = os.waitstatus_to_exitcode(status)
-        return process.returncode, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 2**30
-    return process.returncode, None
-
-
-def _kill_group(process: subprocess.Popen) -> None:
-    # Gone already, or (macOS) only the zombie is left.
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+                rank.kill_group()

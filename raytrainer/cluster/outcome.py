@@ -92,8 +92,8 @@ class RankFailure:
 class Outcome:
     """How a run ended, whatever ran it.
 
-    status: "finished", "stopped" or "failed"; exit_code: the command's; result: rank 0's plain values, None if it
-    gave none; failure: the cause when failed; restarts: the cause of each new start, in order.
+    status: "finished", "stopped" or "failed"; exit_code: the command's; result: rank 0's plain values, None
+    if it gave none; failure: the cause when failed; restarts: the cause of each new start, in order.
     """
 
     status: str

@@ -1,4 +1,4 @@
-"""Stopping on request: the first SIGINT or SIGTERM asks for a stop after the current step, the second for one now.
+"""Stopping on request: the first SIGINT or SIGTERM asks for a stop after the step, the second for one now.
 
 Nothing here locks or waits, so that all of it may run inside a signal handler.
 """
@@ -40,12 +40,12 @@ class StopSignal:
 
     @property
     def exit_code(self) -> int:
-        """What the command returns when it stopped for this: 130, 143, or 0 for a stop that no signal asked for."""
+        """What the command returns after this stop: 130, 143, or 0 when no signal asked for it."""
         return EXIT_CODES.get(self.requested or "", 0)
 
     @contextmanager
     def listening(self, callback: Callable[[], None]) -> Iterator[None]:
-        """Call `callback` after each request, in the requester's thread or signal handler: it must not block."""
+        """Call `callback` after each request, in its thread or signal handler: it must not block."""
         self._listeners.append(callback)
         try:
             yield
@@ -70,7 +70,7 @@ def stop_on_signals(stop: StopSignal) -> Iterator[None]:
 
     def handle(number: int, frame: object) -> None:
         if os.getpid() != owner:
-            # A forked process (a loader worker, a pool) inherits the handler, but must end when it is told to.
+            # A forked process (a loader worker, a pool) inherits the handler, but must end when told to.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return

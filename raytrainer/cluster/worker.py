@@ -1,8 +1,8 @@
 """What the process of one rank does, on Ray or started by `raytrainer run --local`.
 
-Run as a file (`python worker.py --rank 0 ...`) it is a rank of the local backend: it talks to the process that
-started it over a socket, and ends with its whole process group when that process is gone. Heavy imports wait
-until the rank's environment is set.
+Run as a file (`python worker.py --rank=0 ...`) it is a rank of the local backend: it talks to the process
+that started it over a socket, and ends with its whole process group when that process is gone. Heavy imports
+wait until the rank's environment is set.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Place(NamedTuple):
 
 
 def run_rank(payload: dict, process, observer: Observer | None, stop: StopSignal) -> dict:
-    """Prepare this process for rank `process.rank` and run the training in it; returns the result's plain values.
+    """Prepare this process for rank `process.rank` and train in it; returns plain values.
 
-    payload: `import_paths` (folders for sys.path), `env` (values that the process does not have yet), `log_dir`
-    (takes over stdout and stderr unless None), `entry` ("module:function", called with the arguments of this
-    function; the training by default), and what the entry reads. process: anything with the fields of `Place`.
+    payload: `import_paths` (folders for sys.path), `env` (values that the process does not have yet),
+    `log_dir` (takes over stdout and stderr unless None), `entry` ("module:function", called with the arguments
+    of this function; the training by default), and what the entry reads. process: has the fields of `Place`.
     Raises whatever the training raises; `outcome.describe_exception` tells what it means.
     """
     for path in reversed(payload.get("import_paths", [])):
@@ -196,22 +196,22 @@ class _Copied:
 
 
 def main(arguments: list[str]) -> None:
-    """Run one rank of the local backend; `local.py` gives the arguments as `--name value` pairs, all integers."""
+    """Run one rank of the local backend; arguments: `--name=integer`, from `rank_process`."""
     import faulthandler
     import pickle
     import socket
 
-    given = {name.removeprefix("--").replace("-", "_"): int(value) for name, value in _pairs(arguments)}
-    end_with_parent(given["life_fd"])
+    given = {name: int(value) for name, _, value in (text[2:].partition("=") for text in arguments)}
+    end_with_parent(given["life-fd"])
     faulthandler.enable()
-    channel = Channel(socket.socket(fileno=given["control_fd"]))
-    os.set_inheritable(given["control_fd"], False)
+    channel = Channel(socket.socket(fileno=given["control-fd"]))
+    os.set_inheritable(given["control-fd"], False)
     stop = StopSignal()
     ended = threading.Event()
     threading.Thread(target=_follow_parent, args=(channel, stop, ended), daemon=True).start()
-    payload = pickle.loads(os.pread(given["payload_fd"], given["payload_size"], 0))
-    payload["store_fd"] = given.get("store_fd")
-    world_size = given["world_size"]
+    payload = pickle.loads(os.pread(given["payload-fd"], given["payload-size"], 0))
+    payload["store_fd"] = given.get("store-fd")
+    world_size = given["world-size"]
     place = Place(given["rank"], world_size, given["rank"], world_size, 0)
 
     def observe(record: dict) -> None:
@@ -225,12 +225,12 @@ def main(arguments: list[str]) -> None:
 
 
 def end_with_parent(life_fd: int) -> None:
-    """Have this process group killed when the other end of the pipe `life_fd` closes, which nothing writes to.
+    """Have this process group killed when the far end of the pipe `life_fd` closes; nobody writes to it.
 
-    On Linux the kernel sends the signal to the whole group itself: it reaches loader workers too, and needs no
-    Python thread, which a native call that holds the interpreter would keep from running. Elsewhere only
-    `_follow_parent` watches. PR_SET_PDEATHSIG covers a copy of the pipe's end in some fork of the parent; alone
-    it would not do, since it reaches this process only.
+    On Linux the kernel sends the signal to the whole group itself: it reaches loader workers too, and needs
+    no Python thread, which a native call that holds the interpreter would keep from running. Elsewhere only
+    `_follow_parent` watches. PR_SET_PDEATHSIG covers a copy of the pipe's end in some fork of the parent;
+    alone it would not do, since it reaches this process only.
     """
     import fcntl
 
@@ -264,7 +264,7 @@ def _follow_parent(channel: Channel, stop: StopSignal, ended: threading.Event) -
 
 
 def _show_stacks(ended: threading.Event, timeout_s: float) -> None:
-    """Another rank failed, and this one will be killed unless it ends too: leave in its log where it stood."""
+    """Another rank failed, and this one is killed unless it ends too: leave in its log where it stood."""
     if not ended.wait(timeout_s):
         import faulthandler
 
@@ -293,7 +293,3 @@ def _report(channel: Channel, run: Callable[[], dict], rank: int) -> int:
         channel.send({"failure": failure.to_dict()})
         return failure.exit_code or 1
     return 0
-
-
-def _pairs(arguments: list[str]) -> list[tuple[str, str]]:
-    return list(zip(arguments[::2], arguments[1::2], strict=True))
