@@ -11,9 +11,9 @@ from torch import nn
 
 from raytrainer import optim
 from raytrainer.checkpoint import read_weights
-from raytrainer.config import instantiate
+from raytrainer.config import callable_from, instantiate, locate
 from raytrainer.data import ElasticBatchSampler, inspect_dataset
-from raytrainer.errors import ConfigError, DataError, Problem, TargetError
+from raytrainer.errors import ConfigError, Problem, TargetError
 from raytrainer.evaluation import check_metric
 from raytrainer.task import Task
 
@@ -41,15 +41,15 @@ class Data:
 
 def build_data(config: Config) -> Data:
     """Raises DataError for a data set that is empty or has no length, TargetError when one cannot be made."""
-    train = instantiate(config.data.train, where="data.train")
+    train = instantiate(config.data.train, at="data.train")
     inspect_dataset(train, "data.train")
     evaluation = None
     if config.data.eval is not None:
-        evaluation = instantiate(config.data.eval, where="data.eval")
+        evaluation = instantiate(config.data.eval, at="data.eval")
         inspect_dataset(evaluation, "data.eval")
     collate_fn = config.data.collate_fn
     if collate_fn is not None:
-        collate_fn = instantiate(collate_fn, where="data.collate_fn")
+        collate_fn = callable_from(collate_fn, at="data.collate_fn")
     order = None
     if config.data.order is not None:
         order = _with_what_it_takes(config.data.order, "data.order", dataset=train)
@@ -70,16 +70,10 @@ def build_sampler(config: Config, data: Data, rank: int, world_size: int) -> Ela
     )
 
 
-def total_steps(config: Config, steps_per_epoch: int) -> int:
-    """The optimizer steps of the whole run, early stopping aside."""
-    by_epochs = None if config.training.max_epochs is None else config.training.max_epochs * steps_per_epoch
-    return min(steps for steps in (by_epochs, config.training.max_steps) if steps is not None)
-
-
 def build_model(config: Config, device: torch.device) -> nn.Module:
     """The model on its device, its weights drawn from the config's seed or read from `init_from`, frozen as asked."""
     torch.manual_seed(config.seed)
-    model = instantiate(config.model, where="model")
+    model = instantiate(config.model, at="model")
     if not isinstance(model, nn.Module):
         raise TargetError(f"model: it makes a {type(model).__name__}, not a torch.nn.Module")
     if config.init_from is not None:
@@ -112,12 +106,12 @@ def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: str
 
 
 def build_task(config: Config, model: nn.Module, device: torch.device) -> Task:
-    task = Task() if config.task is None else instantiate(config.task, where="task")
+    task = Task() if config.task is None else instantiate(config.task, at="task")
     if not isinstance(task, Task):
         raise TargetError(f"task: it makes a {type(task).__name__}, not a raytrainer.Task")
     task.model, task.device, task.seed = model, device, config.seed
     if config.loss is not None:
-        task.loss = instantiate(config.loss, where="loss")
+        task.loss = instantiate(config.loss, at="loss")
         if isinstance(task.loss, nn.Module):
             task.loss.to(device)
     return task
@@ -127,7 +121,7 @@ def build_metrics(config: Config, device: torch.device) -> dict[str, Any]:
     """torchmetrics by name, on the device, counting in float64."""
     metrics = {}
     for name, target in config.metrics.items():
-        metric = instantiate(target, where=f"metrics.{name}")
+        metric = instantiate(target, at=f"metrics.{name}")
         check_metric(name, metric)
         metrics[name] = metric.set_dtype(torch.float64).to(device)
     return metrics
@@ -137,7 +131,7 @@ def build_optimizers(config: Config, model: nn.Module, task: Task) -> dict[str, 
     """The task's optimizers by name; "" is the name of a single one."""
 
     def build(parameters: Any, **overrides: Any) -> torch.optim.Optimizer:
-        return instantiate(config.optimizer, parameters, where="optimizer", **overrides)
+        return instantiate(config.optimizer, parameters, at="optimizer", **overrides)
 
     optimizers = task.configure_optimizers(optim.parameter_groups(model, config.parameters), build)
     if not isinstance(optimizers, dict):
@@ -157,12 +151,10 @@ def build_schedules(
     """One schedule an optimizer; a target that takes `total_steps` and was not given it gets the run's."""
     if config.scheduler is None:
         return {}
-    target = dict(config.scheduler)
-    interval = target.pop("interval", "step")
     return {
         name: Schedule(
-            _with_what_it_takes(target, "scheduler", optimizer, total_steps=num_steps),
-            interval,
+            _with_what_it_takes(config.scheduler_target, "scheduler", optimizer, total_steps=num_steps),
+            config.scheduler_interval,
         )
         for name, optimizer in optimizers.items()
     }
@@ -170,15 +162,9 @@ def build_schedules(
 
 def _with_what_it_takes(target: Any, where: str, *args: Any, **offers: Any) -> Any:
     """Instantiates `target` with those of `offers` that it has a parameter for and that the config leaves open."""
-    from raytrainer.config import locate
-
     if not isinstance(target, dict):
         return target
-    parameters = inspect.signature(locate(target["_target_"], where=where)).parameters
+    parameters = inspect.signature(locate(target["_target_"], at=where)).parameters
     given = {name: value for name, value in offers.items() if name in parameters and name not in target}
-    return instantiate(target, *args, where=where, **given)
+    return instantiate(target, *args, at=where, **given)
 
-
-def check_steps(num_steps: int) -> None:
-    if num_steps < 1:
-        raise DataError("training.max_steps and max_epochs leave no step to train")

@@ -13,7 +13,7 @@ from torch import nn
 from raytrainer.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from raytrainer.config import ParametersConfig
+    from raytrainer.config import ParametersSection
 
 _NORMS = (
     nn.modules.batchnorm._NormBase,
@@ -46,15 +46,15 @@ def freeze(model: nn.Module, patterns: list[str]) -> list[str]:
     return frozen
 
 
-def parameter_groups(model: nn.Module, section: ParametersConfig) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, section: ParametersSection) -> list[dict[str, Any]]:
     """The optimizer's parameter groups, in the order of the model's parameters, frozen ones left out.
 
     A parameter belongs to the first of `parameters.groups` whose pattern is found in its name;
     no_decay: norms_and_biases puts norms and biases into groups of their own with weight_decay 0.
     """
     undecayed = _norms_and_biases(model) if section.no_decay == "norms_and_biases" else set()
-    settings = [dict(group) for group in section.groups]
-    patterns = [group.pop("match") for group in settings]
+    settings = [group.keywords for group in section.groups]
+    patterns = [group.match for group in section.groups]
     groups: dict[tuple[int | None, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

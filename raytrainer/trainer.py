@@ -120,10 +120,10 @@ class Trainer:
         self.data = build.build_data(config)
         self.sampler = build.build_sampler(config, self.data, process.rank, process.world_size)
         self.steps_per_epoch = self.sampler.steps_per_epoch
-        self.total_steps = build.total_steps(config, self.steps_per_epoch)
+        self.total_steps = config.training.total_steps(self.steps_per_epoch)
         model = build.build_model(config, device)
         task = build.build_task(config, model, device)
-        num_microbatches = math.ceil(config.data.global_batch_size / config.data.micro_batch_size)
+        num_microbatches = config.num_microbatches
         always_even = config.data.drop_last and num_microbatches % process.world_size == 0
         refuse_communicating_modules(model, always_even or process.world_size == 1)
         optimizers = build.build_optimizers(config, model, task)
