@@ -1,5 +1,5 @@
-"""Where a config came from, and the config written back: as YAML to store, and as the part that decides what a
-checkpoint means. Nothing here writes a value that came from the environment.
+"""Where a config came from, and the config written back: as YAML to store, and as the part that decides what
+a checkpoint means. Nothing here writes a value that came from the environment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from raytrainer.config.section import EnvText
 
 @dataclass(frozen=True)
 class Origin:
-    """mapping: the unresolved mapping with overrides applied; texts: (text in the file, value) of the nodes that
+    """mapping: the unresolved mapping with overrides applied; texts: (text in the file, value) of nodes that
     came from the environment, by path; source_path: the YAML file."""
 
     mapping: dict[str, Any] | None = None
@@ -71,7 +71,8 @@ _Dumper.add_representer(float, _represent_float)
 
 
 def to_yaml(mapping: dict[str, Any]) -> str:
-    """YAML text that `load_config` reads back; every text that YAML could take for something else is quoted."""
+    """YAML text that `load_config` reads back; every text that YAML could take for something else is "
+    "quoted."""
     from raytrainer.config.positions import _Loader
 
     # The dumper quotes by its own table of what looks like a number: it must be the loader's.

@@ -64,7 +64,7 @@ def _copied(value: Any) -> Any:
     """Mappings and lists copied, everything else shared (objects from Python are not copied)."""
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list | tuple) else value
+    return [_copied(item) for item in value] if type(value) in (list, tuple) else value
 
 
 def _put(mapping: dict, path: KeyPath, value: Any, text: str, defaults: dict) -> Problem | None:

@@ -28,7 +28,8 @@ class Places:
     overrides: dict[KeyPath, str]
 
     def of(self, path: KeyPath) -> str:
-        """`file:line` of a key, or of the nearest mapping around it; `override '...'` for a value from there."""
+        """`file:line` of a key, or of the nearest mapping around it; `override '...'` for a value from "
+        "there."""
         for length in range(len(path), -1, -1):
             if path[:length] in self.overrides:
                 return f"override {self.overrides[path[:length]]!r}"

@@ -54,7 +54,8 @@ class Config(Section):
     )
     storage_path: Annotated[Text, AfterValidator(_check_storage_path)] = Field(
         "runs",
-        description="Where run directories are: a local or shared folder, or a URL such as `s3://bucket/runs`.",
+        description="Where run directories are: a local or shared folder, or a URL such as "
+        "`s3://bucket/runs`.",
         examples=["runs"],
     )
     seed: int = Field(
@@ -95,7 +96,8 @@ class Config(Section):
     )
     scheduler: Target | None = Field(
         None,
-        description="The learning-rate scheduler, called with the optimizer first and, if it takes it, `total_steps`. "
+        description="The learning-rate scheduler, called with the optimizer first and, if it takes it, "
+        "`total_steps`. "
         "One more key, `interval`, says when it advances: `step` (default), `epoch` or `eval`.",
         examples=[{"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 1, "interval": "epoch"}],
     )
@@ -171,7 +173,8 @@ class Config(Section):
 
     @property
     def micro_batch_size_is_default(self) -> bool:
-        """Whether `data.micro_batch_size` was filled in: a resumed run then keeps the one that it began with."""
+        """Whether `data.micro_batch_size` was filled in: a resumed run then keeps the one that it began "
+        "with."""
         return self._origin.micro_batch_size_is_default
 
     @property
@@ -229,7 +232,8 @@ class Config(Section):
         # The largest m with ceil(B / m) >= workers: floor((B - 1) / (workers - 1)).
         largest = (batch - 1) // (workers - 1)
         rule_text = (
-            f"a step has ceil({batch} / {self.data.micro_batch_size}) = {self.data.num_microbatches} microbatches, "
+            f"a step has ceil({batch} / {self.data.micro_batch_size}) = {self.data.num_microbatches} "
+            f"microbatches, "
             f"fewer than the {workers} workers"
         )
         yield Broken(("data", "micro_batch_size"), rule_text, f"write micro_batch_size: {largest} or less")
@@ -250,7 +254,8 @@ class Config(Section):
         return stored_mapping(self.model_dump(), self._origin, keep_objects)
 
     def model_copy(self, *, update: dict[str, Any] | None = None, deep: bool = False) -> Config:
-        """pydantic's copy; with `update`, the copy stands for its values and no longer for its file's text."""
+        """pydantic's copy; with `update`, the copy stands for its values and no longer for its file's "
+        "text."""
         copy = super().model_copy(update=update, deep=deep)
         if update:
             copy._origin = Origin(source_path=self._origin.source_path)

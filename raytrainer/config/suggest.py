@@ -107,7 +107,8 @@ def distance(a: str, b: str) -> int:
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that `word` was probably meant to be, or None when none is near enough (a third of it)."""
+    """The candidate that `word` was probably meant to be, or None when none is near enough (a third of "
+    "it)."""
     word = str(word)
     best = min(((distance(word.lower(), c.lower()), c) for c in candidates), default=None)
     if best is None or best[0] > max(1, min(len(word), len(best[1])) // 3):

@@ -64,7 +64,8 @@ class TrainingSection(Section):
     max_epochs: int | None = Field(
         None,
         ge=1,
-        description="Passes over the training data. With `max_steps` too, whichever ends first; with neither, 1.",
+        description="Passes over the training data. With `max_steps` too, whichever ends first; with "
+        "neither, 1.",
         examples=[5],
     )
     max_steps: int | None = Field(
