@@ -55,7 +55,7 @@ class LoaderSection(Section):
         None, description="How loader processes start; null: the platform's default."
     )
     timeout_s: float = Field(
-        0,
+        0.0,
         ge=0,
         description="Seconds to wait for a batch before it is an error; 0 waits for ever.",
         examples=[60],

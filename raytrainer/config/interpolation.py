@@ -53,7 +53,7 @@ def resolve(mapping: dict[str, Any]) -> Resolved:
     result = Resolved()
     root: Any = None
     if _has_interpolation(mapping):
-        # OmegaConf costs a fifth of a second to import. replace=True: its registry may have been cleared since.
+        # Imported here: it costs a fifth of a second. replace=True: its registry may have been cleared.
         from omegaconf import OmegaConf
 
         OmegaConf.register_resolver("raytrainer.env", _read_env, replace=True)

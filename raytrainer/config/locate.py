@@ -88,7 +88,7 @@ def place(at: str, key: str = "") -> str:
 
 
 def importable(config: Any) -> list[str]:
-    """Folders from which a config's targets are imported: the working directory and the YAML file's folder."""
+    """Folders that a config's targets are imported from: the working directory and the YAML file's folder."""
     folders = [os.getcwd()]
     if config.source_path is not None:
         folders.append(os.path.dirname(os.path.abspath(config.source_path)))

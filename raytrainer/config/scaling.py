@@ -38,7 +38,9 @@ class ScalingSection(Section):
         "is `data.global_batch_size` samples whatever it is.",
         examples=[2],
     )
-    cpus_per_worker: float = Field(1, ge=0, description="CPU cores that each worker reserves.", examples=[1])
+    cpus_per_worker: float = Field(
+        1.0, ge=0, description="CPU cores that each worker reserves.", examples=[1]
+    )
     gpus_per_worker: Gpus = Field(
         "auto",
         description="GPUs that each worker reserves. `auto`: 1 where the cluster has GPUs, else 0. A "

@@ -18,7 +18,7 @@ from raytrainer.config.monitor import broken_monitor
 from raytrainer.config.origin import Origin, flattened, meaning_of, stored_mapping, to_yaml
 from raytrainer.config.parameters import ParametersSection, broken_numbers
 from raytrainer.config.scaling import ScalingSection
-from raytrainer.config.section import Broken, OptionalText, Section, Target, Text, rule
+from raytrainer.config.section import Broken, OptionalText, RulesBroken, Section, Target, Text, rule
 from raytrainer.config.training import TrainingSection
 
 INTERVALS = ("step", "epoch", "eval")
@@ -42,6 +42,14 @@ def _check_storage_path(path: str) -> str:
     if not path.strip():
         raise rule("must not be empty", "write storage_path: runs")
     return path
+
+
+def _check_optimizer(optimizer: Any) -> Any:
+    if isinstance(optimizer, dict) and optimizer["_target_"].startswith("torch.optim."):
+        broken = list(broken_numbers(optimizer, ()))
+        if broken:
+            raise RulesBroken(broken)
+    return optimizer
 
 
 class Config(Section):
@@ -89,7 +97,7 @@ class Config(Section):
             {"accuracy": {"_target_": "torchmetrics.classification.MulticlassAccuracy", "num_classes": 10}}
         ],
     )
-    optimizer: Target = Field(
+    optimizer: Annotated[Target, AfterValidator(_check_optimizer)] = Field(
         DEFAULT_OPTIMIZER,
         description="The optimizer; it is called with the parameters first.",
         examples=[{"_target_": "torch.optim.AdamW", "lr": 0.001}],
@@ -205,8 +213,6 @@ class Config(Section):
         if self.loss is None and self.task is None:
             fix = "add loss: {_target_: torch.nn.CrossEntropyLoss}, or a task that computes its own"
             yield Broken(("loss",), "is required unless there is a task", fix)
-        if isinstance(self.optimizer, dict) and self.optimizer["_target_"].startswith("torch.optim."):
-            yield from broken_numbers(self.optimizer, ("optimizer",))
         yield from self._broken_scheduler()
         monitors = [(("checkpoint", "monitor"), self.checkpoint.monitor)]
         if self.training.early_stopping:

@@ -131,7 +131,13 @@ def rule(text: str, fix: str | None = None, path: tuple[str | int, ...] = ()) ->
 
 def kind(value: Any) -> str:
     """A value's type in the words of a YAML file."""
-    names = {bool: "true/false", int: "a whole number", float: "a number", str: "text", type(None): "nothing"}
+    names = {
+        bool: "true/false",
+        int: "a whole number",
+        float: "a decimal number",
+        str: "text",
+        type(None): "nothing",
+    }
     if isinstance(value, Mapping):
         return "a mapping"
     if isinstance(value, list | tuple):
