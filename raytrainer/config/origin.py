@@ -55,7 +55,7 @@ def object_marker(value: Any) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Numbers as they are usually written: 1e-3 and not 0.001 where that is shorter, and no aliases."""
+    """PyYAML's safe dumper without aliases, with floats and texts that read back as they were."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -67,7 +67,14 @@ def _represent_float(dumper: yaml.SafeDumper, value: float) -> yaml.Node:
     return dumper.represent_scalar("tag:yaml.org,2002:float", repr(value))
 
 
+def _represent_str(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+    # In any other style PyYAML loses byte order marks and line breaks, of which Unicode has several.
+    style = None if value.isprintable() else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
 _Dumper.add_representer(float, _represent_float)
+_Dumper.add_representer(str, _represent_str)
 
 
 def to_yaml(mapping: dict[str, Any]) -> str:
@@ -77,7 +84,7 @@ def to_yaml(mapping: dict[str, Any]) -> str:
 
     # The dumper quotes by its own table of what looks like a number: it must be the loader's.
     _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
-    return yaml.dump(mapping, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+    return yaml.dump(mapping, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=float("inf"))
 
 
 MEANING = (
