@@ -1,5 +1,5 @@
-"""From a YAML file or a mapping, with overrides, to a `Config`: every mistake that is found is reported at once,
-each with its file and line."""
+"""From a YAML file or a mapping, with overrides, to a `Config`: every mistake is reported at once, each
+with its file and line."""
 
 from __future__ import annotations
 

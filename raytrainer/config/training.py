@@ -42,7 +42,9 @@ class EarlyStoppingSection(Section):
     patience: int = Field(
         ge=1, description="Evaluations without a better value before training stops.", examples=[3]
     )
-    min_delta: float = Field(0, ge=0, description="Smallest change that counts as better.", examples=[0.001])
+    min_delta: float = Field(
+        0.0, ge=0, description="Smallest change that counts as better.", examples=[0.001]
+    )
 
     def broken_rules(self) -> Iterator[Broken]:
         if self.mode is None and default_mode(self.monitor):
@@ -64,7 +66,8 @@ class TrainingSection(Section):
     max_epochs: int | None = Field(
         None,
         ge=1,
-        description="Passes over the training data. With `max_steps` too, whichever ends first; with neither, 1.",
+        description="Passes over the training data. With `max_steps` too, whichever ends first; with "
+        "neither, 1.",
         examples=[5],
     )
     max_steps: int | None = Field(
