@@ -58,8 +58,8 @@ class ImageFolder(Dataset):
 
     root: the folder of class folders. transforms: a callable, such as torchvision.transforms.v2.Compose, or a
     list of callables that are applied in turn; by default RGB images become float32 [3, H, W] from 0 to 1 in
-    their own sizes. `dataset[i]` is (image, class); `classes`, `targets` and `samples` of (path, class) are as
-    torchvision's. Raises DataError when there is no such folder, no class folder, or a class without images.
+    their own sizes. `dataset[i]` is (image, class); `classes`, `targets` and `samples` are as torchvision's.
+    Raises DataError when there is no such folder, no class folder, or a class without images.
     """
 
     def __init__(self, root: str, transforms: Callable[[Any], Any] | list[Callable] | None = None):

@@ -24,7 +24,7 @@ def read_idx(path: Path, num_dims: int) -> Tensor:
     """Reads an IDX file of unsigned bytes, gzip-compressed when its name ends in `.gz`; returns uint8.
 
     Format: http://yann.lecun.com/exdb/mnist/ (two zero bytes, type, number of dimensions, one big-endian
-    32-bit size a dimension, the bytes). Raises DataError when the file is something else, truncated or damaged.
+    32-bit size a dimension, the bytes). Raises DataError when the file is something else, cut off or damaged.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as stream:

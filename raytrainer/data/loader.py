@@ -6,6 +6,7 @@ What a microbatch holds depends on the seed and its place in the run alone, not 
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -218,14 +219,33 @@ class MicrobatchDataset:
 
 
 class MicrobatchLoader(DataLoader):
-    """A DataLoader of LoadedMicrobatch; its errors are raytrainer's. Made by `build_loader`."""
+    """A DataLoader of LoadedMicrobatch; its errors are raytrainer's. Made by `build_loader`.
+
+    After an error, or when it is no longer needed, `close` ends the loader workers.
+    """
+
+    _running: Callable[[], Any] = staticmethod(lambda: None)
 
     def __iter__(self) -> Iterator[LoadedMicrobatch]:
-        return _Iterator(super().__iter__())
+        batches = super().__iter__()
+        self._running = weakref.ref(batches)
+        return _Iterator(self, batches)
+
+    def close(self) -> None:
+        """Ends the loader workers now; may be called twice, and the loader used again.
+
+        Left to the garbage collector, each loader can wait 5 s for them, since Python may close the queue that
+        tells them to stop before torch has used it.
+        """
+        running = self._running()
+        self._iterator = None
+        if hasattr(running, "_shutdown_workers"):
+            running._shutdown_workers()
 
 
 class _Iterator:
-    def __init__(self, batches: Iterator[Any]):
+    def __init__(self, loader: MicrobatchLoader, batches: Iterator[Any]):
+        self._loader = loader
         self._batches = batches
 
     def __iter__(self) -> _Iterator:
@@ -238,8 +258,10 @@ class _Iterator:
             explained = explain_loader_error(error)
             if explained is None:
                 raise
+            self._loader.close()
             raise explained from error
         if isinstance(loaded, _Failure):
+            self._loader.close()
             raise DataError(loaded.message)
         return loaded
 

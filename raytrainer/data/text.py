@@ -19,11 +19,11 @@ class TextFile(Dataset):
     path: the text; null: Python's own language reference (some 450,000 characters), which every Python brings
     along. block_size: characters a sample. split: "train" or "eval", the last `eval_fraction` of it.
     vocab_size: outputs of the model, at least the number of different characters; default: just that number.
-    stride: characters from one sample's start to the next's; default block_size, so that samples do not overlap.
+    stride: characters from one sample's start to the next's; default block_size: no overlap.
 
     `dataset.__getitems__(indices)` is the ready batch (inputs, targets), both int64 [n, block_size], targets
-    one character ahead. `vocabulary` is the text's characters in order of their code points: the same for both
-    splits. Raises DataError for a file that cannot be read, is too short, or has more different characters than
+    one character ahead. `vocabulary` is the text's characters in order of their code points, the same for
+    both splits. Raises DataError for a file that cannot be read, is too short, or has more characters than
     vocab_size.
     """
 
