@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,9 @@ from torch.utils.data import Dataset
 
 from raytrainer.data.in_memory import MNIST_MEAN, MNIST_STD, InMemoryImages
 from raytrainer.errors import DataError
+
+# Mean and standard deviation of ImageNet's red, green and blue, as torchvision's own weights expect them.
+IMAGENET_COLOURS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 class TorchvisionMnist(InMemoryImages):
@@ -56,24 +59,31 @@ class TorchvisionMnist(InMemoryImages):
 class ImageFolder(Dataset):
     """Images in one folder a class, `root/<class>/<any name>.jpg`; classes are numbered by name.
 
-    root: the folder of class folders. transforms: a callable, such as torchvision.transforms.v2.Compose, or a
-    list of callables that are applied in turn; by default RGB images become float32 [3, H, W] from 0 to 1 in
-    their own sizes. `dataset[i]` is (image, class); `classes`, `targets` and `samples` are as torchvision's.
+    root: the folder of class folders. transforms: callables applied in turn to the PIL image, such as those
+    of torchvision.transforms.v2, or a single one; what they give then becomes float32 [3, H, W] from 0 to 1.
+    normalize: (mean, std), each of three numbers, or "imagenet", or None for none.
+    `dataset[i]` is (image, class); `classes`, `targets` and `samples` are as torchvision's.
     Raises DataError when there is no such folder, no class folder, or a class without images.
     """
 
-    def __init__(self, root: str, transforms: Callable[[Any], Any] | list[Callable] | None = None):
+    def __init__(
+        self,
+        root: str,
+        transforms: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] = (),
+        normalize: Literal["imagenet"] | tuple[Sequence[float], Sequence[float]] | None = None,
+    ):
         import torch
         from torchvision.datasets import ImageFolder as TorchvisionImageFolder
         from torchvision.transforms import v2
 
-        if transforms is None:
-            transforms = []
-        if isinstance(transforms, (list, tuple)):
-            to_tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
-            transforms = v2.Compose([*(transforms or to_tensor)])
+        steps = [transforms] if callable(transforms) else list(transforms)
+        steps += [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
+        if normalize is not None:
+            mean, std = IMAGENET_COLOURS if normalize == "imagenet" else normalize
+            steps.append(v2.Normalize(mean, std))
+        steps.append(v2.ToPureTensor())
         try:
-            self._folder = TorchvisionImageFolder(root, transform=transforms)
+            self._folder = TorchvisionImageFolder(root, transform=v2.Compose(steps))
         except OSError as error:
             raise DataError(
                 f"ImageFolder: root = {root}\n  {_in_one_line(error)}\n"

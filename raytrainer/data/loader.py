@@ -234,8 +234,8 @@ class MicrobatchLoader(DataLoader):
     def close(self) -> None:
         """Ends the loader workers now; may be called twice, and the loader used again.
 
-        Left to the garbage collector, each loader can wait 5 s for them, since Python may close the queue that
-        tells them to stop before torch has used it.
+        Left to the garbage collector, each loader can wait 5 s for them, since Python may close the queue
+        that tells them to stop before torch has used it.
         """
         running = self._running()
         self._iterator = None
