@@ -23,6 +23,7 @@ import importlib
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -75,16 +76,17 @@ def train_rank(payload: dict, process, observer: Observer | None, stop: StopSign
 
     store_fd = payload.get("store_fd")
     store = host_store(store_fd) if store_fd is not None and process.world_size > 1 else None
-    config = Config.from_payload(payload["config"])
     trainer = Trainer(
-        config,
-        objects=payload.get("objects"),
+        Config.from_payload(payload["config"]),
         process=Process(*process),
         observer=observer,
         stop=stop,
-        run_dir=RunDirectory(payload["run_dir"]),
+        run_dir=RunDirectory(*payload["run_dir"]),
+        started_at=payload.get("started_at"),
     )
-    result = trainer.train().to_dict()
+    result = asdict(trainer.train())
+    if result["status"] == "stopped":
+        result["stop_reason"] = stop.requested
     del store  # it served the others until here
     return result
 
