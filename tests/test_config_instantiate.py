@@ -168,20 +168,18 @@ def test_what_a_target_raises_is_told_with_the_users_frames_and_its_cause():
         instantiate({"_target_": "rt_user.fail", "why": "too small"}, at="data.train")
     told = str(caught.value)
     assert "data.train: _target_ rt_user.fail: calling it raised RuntimeError: too small" in told
-    assert "rt_user.py:17 in fail: helper(why)" in told
-    assert "rt_user.py:20 in helper: raise RuntimeError(why)" in told
+    assert "rt_user.py:18 in fail: helper(why)" in told
+    assert "rt_user.py:21 in helper: raise RuntimeError(why)" in told
     assert "instantiate.py" not in told
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def test_errors_of_our_own_and_exits_pass_through(monkeypatch):
+def test_errors_of_our_own_and_exits_pass_through():
     def refuse():
         raise DataError("empty")
 
     with pytest.raises(DataError, match="empty"):
-        instantiate(refuse, **{}) if False else instantiate(
-            type("T", (), {"__init__": lambda self: refuse()})
-        )
+        instantiate(type("Empty", (), {"__init__": lambda self: refuse()}))
     with pytest.raises(SystemExit):
         instantiate({"_target_": "rt_user.leave"})
 
@@ -216,7 +214,8 @@ def test_the_yaml_files_folder_and_the_working_directory_are_importable(tmp_path
     folder = tmp_path / "configs"
     folder.mkdir()
     (folder / "a.yaml").write_text(
-        "name: x\ndata: {train: {_target_: a.B}, global_batch_size: 1}\nmodel: {_target_: a.B}\nloss: {_target_: a.B}\n"
+        "name: x\ndata: {train: {_target_: a.B}, global_batch_size: 1}\n"
+        "model: {_target_: a.B}\nloss: {_target_: a.B}\n"
     )
     (folder / "rt_beside.py").write_text("class Net: pass\n")
     monkeypatch.chdir(tmp_path)

@@ -12,7 +12,7 @@ FULL = """
 name: x
 seed: ${oc.env:SEED,3}
 scaling: {num_workers: 2, gpus_per_worker: auto}
-data: {train: {_target_: a.B, x: [1]}, eval: null, global_batch_size: 8, collate_fn: a.b, loader: {num_workers: 1}}
+data: {train: {_target_: a.B, x: [1]}, global_batch_size: 8, collate_fn: a.b, loader: {num_workers: 1}}
 model: {_target_: a.B, _partial_: true}
 loss: {_target_: a.B}
 metrics: {f1: {_target_: a.B}}

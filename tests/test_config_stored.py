@@ -297,7 +297,7 @@ KEYWORDS = st.dictionaries(
 TARGETS = KEYWORDS.map(lambda keywords: {"_target_": "my.Thing", **keywords})
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     target=TARGETS,
     metrics=st.dictionaries(TEXT | ODD, TARGETS, max_size=2),
