@@ -28,7 +28,9 @@ def run(
     """
     from raytrainer.cluster.run import run as run_config
 
-    by_path = {{"train": "data.train", "eval": "data.eval"}.get(name, name): value for name, value in objects.items()}
+    by_path = {
+        {"train": "data.train", "eval": "data.eval"}.get(name, name): value for name, value in objects.items()
+    }
     if isinstance(config, Config):
         if by_path or overrides:
             config = Config.from_mapping(config.payload()["mapping"], overrides, objects=by_path)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from raytrainer import build
-from raytrainer.config import locate
-from raytrainer.config.instantiate import bind_target
+from raytrainer.config import callable_from, check_target
 
 if TYPE_CHECKING:
     from raytrainer.config import Config
@@ -17,11 +16,9 @@ def deep_report(config: Config) -> str:
 
     Makes the data sets, since only they know their length, and nothing else: no model, no GPU, no cluster.
     """
-    for at, target, offered in _targets(config):
-        if isinstance(target, dict):
-            bind_target(target, at=at, offered=offered)
-        elif isinstance(target, str):
-            locate(target, at=at)
+    for at, target, positional in _targets(config):
+        check_target(target, *positional, at=at)
+    callable_from(config.data.collate_fn, at="data.collate_fn")
     data = build.build_data(config)
     sampler = build.build_sampler(config, data, 0, 1)
     num_steps = config.training.total_steps(sampler.steps_per_epoch)
@@ -32,7 +29,11 @@ def deep_report(config: Config) -> str:
         f"global batch: {config.data.global_batch_size} samples, {config.num_microbatches} microbatches "
         f"of {config.data.micro_batch_size}, on {_workers(config)}",
         f"steps an epoch: {sampler.steps_per_epoch}"
-        + (f", the last of {last.num_samples} samples" if last.num_samples < config.data.global_batch_size else ""),
+        + (
+            f", the last of {last.num_samples} samples"
+            if last.num_samples < config.data.global_batch_size
+            else ""
+        ),
         f"total steps: {num_steps}",
     ]
     return "\n".join(f"# {line}" for line in lines)
@@ -44,19 +45,15 @@ def _workers(config: Config) -> str:
     return f"{number} worker{'s' if high > 1 else ''}"
 
 
-def _targets(config: Config) -> list[tuple[str, Any, tuple[int, set[str]]]]:
-    """Every target with its place, and what the run adds to its call: positional arguments and keywords."""
-    nothing: tuple[int, set[str]] = (0, set())
+def _targets(config: Config) -> list[tuple[str, Any, tuple[Any, ...]]]:
+    """Every target with its place and the positional arguments that the run adds, whose values do not matter."""
     named = [
-        ("data.train", config.data.train, nothing),
-        ("data.eval", config.data.eval, nothing),
-        ("data.order", config.data.order, (0, {"dataset"})),
-        ("data.collate_fn", config.data.collate_fn, nothing),
-        ("model", config.model, nothing),
-        ("loss", config.loss, nothing),
-        ("optimizer", config.optimizer, (1, set())),
-        ("scheduler", config.scheduler_target, (1, {"total_steps"})),
-        ("task", config.task, nothing),
-        *((f"metrics.{name}", target, nothing) for name, target in config.metrics.items()),
+        ("data.train", config.data.train, ()),
+        ("data.eval", config.data.eval, ()),
+        ("model", config.model, ()),
+        ("loss", config.loss, ()),
+        ("optimizer", config.optimizer, (None,)),
+        ("task", config.task, ()),
+        *((f"metrics.{name}", target, ()) for name, target in config.metrics.items()),
     ]
-    return [(at, target, offered) for at, target, offered in named if target is not None]
+    return [(at, target, positional) for at, target, positional in named if target is not None]

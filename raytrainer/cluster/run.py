@@ -6,7 +6,6 @@ Runs in the process that the user started, which imports no torch.
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -14,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from raytrainer.cluster.outcome import Outcome, to_error
 from raytrainer.cluster.signals import StopSignal, stop_on_signals
-from raytrainer.config import difference, importable
+from raytrainer.config import importable
 from raytrainer.console import Console
-from raytrainer.errors import RaytrainerError, ResumeError
+from raytrainer.errors import RaytrainerError
 from raytrainer.manifest import list_checkpoints
 from raytrainer.result import Result
+from raytrainer.resume import continued, finished_result
 from raytrainer.rundir import RunDirectory
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def run(
     with RunDirectory.open(config, fresh=fresh) as run_dir:
         console = Console(enabled="console" in config.logging.sinks)
         try:
+            config = continued(config, run_dir)
             done = finished_result(config, run_dir)
             if done is not None:
                 console.say(
@@ -53,42 +54,10 @@ def run(
                     "To train on, raise training.max_epochs; to start over, use --fresh."
                 )
                 return done
-            check_continues(config, run_dir)
             run_dir.write_description(config)
             return _Run(config, run_dir, console, observer, started_at).run(local, verbose)
         finally:
             console.close()
-
-
-def finished_result(config: Config, run_dir: RunDirectory) -> Result | None:
-    """The earlier result when the run has already come as far as `config` says."""
-    last = run_dir.last_result
-    if last is None or last.status != "finished" or last.target != config.training.target():
-        return None
-    check_continues(config, run_dir)
-    return last
-
-
-def check_continues(config: Config, run_dir: RunDirectory) -> None:
-    """Raises ResumeError, with the difference, when the newest checkpoint means something else.
-
-    The trainer checks again, against the checkpoint that it really loads and with the length of the data.
-    """
-    infos = list_checkpoints(run_dir.storage)
-    if not infos:
-        return
-    before = {key: value for key, value in infos[-1].meaning.items() if not key.endswith(".length")}
-    changed = difference(before, config.meaning())
-    if changed:
-        raise changed_config(run_dir.root, changed)
-
-
-def changed_config(root: str, changed: list[str]) -> ResumeError:
-    lines = "\n".join(f"  {line}" for line in changed)
-    return ResumeError(
-        f"{root} was begun with another config:\n{lines}\n"
-        "  give this run another name (name=...), or start over with --fresh, which keeps the old directory"
-    )
 
 
 class _Run:
@@ -189,7 +158,7 @@ class _Run:
             exit_code=outcome.exit_code,
             restarts=len(outcome.restarts),
             wall_s=round(time.time() - self._started_at, 3),
-            target=self._config.training.target(),
+            target=self._config.training.target,
             error=error,
             run_dir=self._run_dir.root,
         )
@@ -218,7 +187,3 @@ def command_started_at() -> float:
     import psutil
 
     return psutil.Process().create_time()
-
-
-def warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr)

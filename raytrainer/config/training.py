@@ -117,6 +117,11 @@ class TrainingSection(Section):
         by_epochs = None if self.max_epochs is None else self.max_epochs * steps_per_epoch
         return min(steps for steps in (by_epochs, self.max_steps) if steps is not None)
 
+    @property
+    def target(self) -> dict[str, int | None]:
+        """How far the run is to go: what tells a finished run from one that goes on."""
+        return {"max_epochs": self.max_epochs, "max_steps": self.max_steps}
+
     def num_epochs(self, steps_per_epoch: int) -> int:
         """Epochs that the run enters, the last of which `max_steps` may cut short."""
         return ceil_div(self.total_steps(steps_per_epoch), max(steps_per_epoch, 1))
