@@ -23,6 +23,7 @@ import importlib
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -76,7 +77,7 @@ def prepare(payload: dict, local_world_size: int) -> None:
 def train_rank(payload: dict, process, observer: Observer | None, stop: StopSignal) -> dict:
     """The usual entry: the config, trained by `Trainer` in the run directory that the driver has opened.
 
-    payload: `config` (`Config.payload()`), `run_dir` ({"root", "token"}), `started_at` (Unix time, s, or None).
+    payload: `config` (`Config.payload()`), `run_dir` (its root and token), `started_at` (Unix time, s, or None).
     """
     from dataclasses import asdict
 
@@ -92,12 +93,14 @@ def train_rank(payload: dict, process, observer: Observer | None, stop: StopSign
         process=Process(*process) if isinstance(process, tuple) else process,
         observer=observer,
         stop=stop,
-        run_dir=RunDirectory(payload["run_dir"]["root"], payload["run_dir"]["token"]),
+        run_dir=RunDirectory(*payload["run_dir"]),
         started_at=payload.get("started_at"),
     )
     result = asdict(trainer.train())
-    del store  # it served the other ranks until here
-    return {**result, "stop_reason": stop.requested}
+    if result["status"] == "stopped":
+        result["stop_reason"] = stop.requested
+    del store  # it served the others until here
+    return result
 
 
 def host_store(listen_fd: int):

@@ -14,8 +14,8 @@ from raytrainer.errors import RaytrainerError, WorkerLostError
 def exit_with_parent(worker_id: int) -> None:
     """Runs at the start of a loader worker: the worker exits as soon as its parent is gone.
 
-    torch's own watchdog looks every 5 s, and only between batches; then the worker could still wait at its exit
-    for somebody to read its last batch. Where the system has no pidfd, that watchdog is all there is.
+    torch's own watchdog looks every 5 s, and only between batches; then the worker could still wait at its
+    exit for somebody to read its last batch. Where the system has no pidfd, that watchdog is all there is.
     """
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None or not hasattr(os, "pidfd_open"):
