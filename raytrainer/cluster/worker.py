@@ -23,7 +23,6 @@ import importlib
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -49,8 +48,8 @@ def run_rank(payload: dict, process, observer: Observer | None, stop: StopSignal
     """Prepare this process for rank `process.rank` and train in it; returns plain values.
 
     payload: what `prepare` reads; `log_dir` (takes over stdout and stderr unless None); `entry`
-    ("module:function", called with the arguments of this function; `train_rank` by default); and what the entry
-    reads. process: has the fields of `Place`.
+    ("module:function", called with the arguments of this function; `train_rank` by default); and what the
+    entry reads. process: has the fields of `Place`.
     Raises whatever the training raises; `outcome.describe_exception` tells what it means.
     """
     prepare(payload, process.local_world_size)
@@ -77,7 +76,7 @@ def prepare(payload: dict, local_world_size: int) -> None:
 def train_rank(payload: dict, process, observer: Observer | None, stop: StopSignal) -> dict:
     """The usual entry: the config, trained by `Trainer` in the run directory that the driver has opened.
 
-    payload: `config` (`Config.payload()`), `run_dir` (its root and token), `started_at` (Unix time, s, or None).
+    payload: `config` (`Config.payload()`), `run_dir` (its root and token), `started_at` (Unix time, s).
     """
     from dataclasses import asdict
 
