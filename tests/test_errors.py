@@ -9,7 +9,12 @@ from raytrainer import errors
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(errors.ConfigError, 2), (errors.ClusterRequestError, 2), (errors.WorkerError, 1), (errors.StorageError, 1)],
+    [
+        (errors.ConfigError, 2),
+        (errors.ClusterRequestError, 2),
+        (errors.WorkerError, 1),
+        (errors.StorageError, 1),
+    ],
 )
 def test_exit_codes_follow_the_tree(error, code):
     assert error.exit_code == code

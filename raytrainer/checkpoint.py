@@ -1,0 +1,268 @@
+"""Checkpoints: a copy of the state taken between steps, written off the training path, committed by a manifest.
+
+checkpoints/step_00000120/ holds model.pt, training.pt and manifest.json. The manifest (names, sizes, checksums)
+is written last; without a valid one the checkpoint does not exist. This needs neither rename nor append, and so
+holds on object stores too.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import queue
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+import torch
+
+from raytrainer.errors import CheckpointError, StorageError
+from raytrainer.manifest import (
+    FOLDER,
+    FORMAT,
+    MANIFEST,
+    MODEL_FILE,
+    TRAINING_FILE,
+    CheckpointInfo,
+    choose_best,
+    folder_name,
+    list_checkpoints,
+    read_info,
+)
+from raytrainer.rundir import RunDirectory
+from raytrainer.storage import Storage, open_storage
+
+_HOPELESS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+_RETRY_WAITS_S = (1, 2, 4, 8, 15, 30, 30, 30)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state after a finished step, in host memory of its own.
+
+    model: the model's state dict; training: optimizers, schedules, scaler, EMA, position ...;
+    meaning: what the config must still say for this to be continued; metrics: the last of each.
+    """
+
+    step: int
+    epoch: int
+    model: dict[str, Any]
+    training: dict[str, Any]
+    meaning: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def copy_to_host(state: Any) -> Any:
+    """The same nesting with every tensor copied to host memory, so that training may go on changing it."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, Mapping):
+        return {key: copy_to_host(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(copy_to_host(item) for item in state)
+    return state
+
+
+class _HashingFile:
+    """Counts and hashes what torch.save writes through it."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        self._digest = hashlib.sha256()
+        self.num_bytes = 0
+
+    def write(self, content: Any) -> int:
+        self._digest.update(content)
+        self.num_bytes += memoryview(content).nbytes
+        return self._file.write(content)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        return {"bytes": self.num_bytes, "sha256": self._digest.hexdigest()}
+
+
+def save(run_dir: RunDirectory, snapshot: Snapshot) -> CheckpointInfo:
+    """Writes and commits one checkpoint; it is durable when this returns. Raises StorageError."""
+    storage, name = run_dir.storage, folder_name(snapshot.step)
+    folder = f"{FOLDER}/{name}"
+    storage.delete(f"{folder}/{MANIFEST}")
+    files = {}
+    for file_name, state in ((MODEL_FILE, snapshot.model), (TRAINING_FILE, snapshot.training)):
+        with storage.writing(f"{folder}/{file_name}") as file:
+            hashing = _HashingFile(file)
+            torch.save(state, hashing)
+        files[file_name] = hashing.entry
+    if not run_dir.owns():
+        raise StorageError(f"{run_dir.root} was taken over by a later run: nothing more is written to it")
+    manifest = {
+        "format": FORMAT,
+        "step": snapshot.step,
+        "epoch": snapshot.epoch,
+        "files": files,
+        "metrics": snapshot.metrics,
+        "meaning": snapshot.meaning,
+    }
+    storage.write(f"{folder}/{MANIFEST}", json.dumps(manifest, indent=2).encode() + b"\n")
+    return CheckpointInfo(name, snapshot.step, snapshot.epoch, files, snapshot.meaning, snapshot.metrics)
+
+
+def load_files(storage: Storage, folder: str, info: CheckpointInfo, names: tuple[str, ...]) -> list[Any]:
+    """The content of the named files, checked against the manifest. Raises CheckpointError when damaged."""
+    loaded = []
+    for name in names:
+        path = f"{folder}/{name}" if folder else name
+        try:
+            with storage.open(path) as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                if digest != info.files[name]["sha256"]:
+                    raise CheckpointError(
+                        f"{storage.path(path)} is damaged: its checksum is not the manifest's"
+                    )
+                file.seek(0)
+                loaded.append(torch.load(file, map_location="cpu", weights_only=True))
+        except (StorageError, OSError, KeyError) as error:
+            raise CheckpointError(f"{storage.path(path)} cannot be read: {error}") from error
+    return loaded
+
+
+def load_latest(storage: Storage) -> tuple[CheckpointInfo, dict[str, Any], dict[str, Any]] | None:
+    """The newest checkpoint that is whole: (info, model state, training state); None where there is none.
+
+    A damaged one is skipped with a warning. Raises CheckpointError when there are some and all are damaged.
+    """
+    infos = list_checkpoints(storage)
+    for info in reversed(infos):
+        try:
+            model, training = load_files(storage, f"{FOLDER}/{info.name}", info, (MODEL_FILE, TRAINING_FILE))
+        except CheckpointError as error:
+            warnings.warn(f"{error}; going back to the checkpoint before it", stacklevel=2)
+            continue
+        return info, model, training
+    if infos:
+        raise CheckpointError(
+            f"every checkpoint under {storage.path(FOLDER)} is damaged\n  start over with --fresh, which keeps the old directory"
+        )
+    return None
+
+
+def read_weights(address: str) -> dict[str, torch.Tensor]:
+    """Model weights from a run directory (its newest checkpoint), a checkpoint folder or a .safetensors file.
+
+    Raises CheckpointError when there is nothing to read or it is damaged.
+    """
+    storage = open_storage(address)
+    if address.endswith(".safetensors"):
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
+        try:
+            return load(storage.read(""))
+        except (StorageError, SafetensorError) as error:
+            raise CheckpointError(f"{address} cannot be read: {error}") from error
+    info = read_info(storage, "")
+    if info is not None:
+        return load_files(storage, "", info, (MODEL_FILE,))[0]
+    latest = load_latest(storage)
+    if latest is None:
+        raise CheckpointError(f"{address} is neither a run directory, a checkpoint nor a .safetensors file")
+    return latest[1]
+
+
+class CheckpointWriter:
+    """Commits snapshots in a thread of its own, one at a time, and keeps the newest and the best.
+
+    on_commit is called in that thread after a checkpoint has become durable.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDirectory,
+        *,
+        num_to_keep: int | None,
+        monitor: str | None,
+        mode: str,
+        on_commit: Callable[[CheckpointInfo], None],
+    ):
+        self._run_dir = run_dir
+        self._num_to_keep, self._monitor, self._mode = num_to_keep, monitor, mode
+        self._on_commit = on_commit
+        self._error: BaseException | None = None
+        self._abandoned = threading.Event()
+        self._queue: queue.Queue[Snapshot | None] = queue.Queue(maxsize=1)
+        self._thread = threading.Thread(target=self._work, name="checkpoint-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, snapshot: Snapshot) -> None:
+        """Hands over a snapshot; waits while two are under way, which bounds the memory held."""
+        self.check()
+        self._queue.put(snapshot)
+
+    def check(self) -> None:
+        """Raises what stopped the writer, if something did."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Waits until everything handed over is durable; raises what stopped the writer."""
+        self._queue.put(None)
+        self._thread.join()
+        self.check()
+
+    def _work(self) -> None:
+        while (snapshot := self._queue.get()) is not None:
+            if self._error is not None:
+                continue  # takes what is handed over, so that nobody waits for a writer that has failed
+            try:
+                info = self._save_with_retries(snapshot)
+                self._on_commit(info)
+                self._delete_old()
+            except BaseException as error:  # carried to the training thread, which raises it
+                self._error = error
+
+    def _save_with_retries(self, snapshot: Snapshot) -> CheckpointInfo:
+        """A storage that is away for a minute does not end a run; a full or read-only one does at once."""
+        for wait_s in (*_RETRY_WAITS_S, None):
+            try:
+                return save(self._run_dir, snapshot)
+            except StorageError as error:
+                cause = error.__cause__
+                if wait_s is None or not isinstance(cause, OSError) or cause.errno in _HOPELESS:
+                    raise
+                warnings.warn(f"{error}; trying again in {wait_s} s", stacklevel=2)
+                self._abandoned.wait(wait_s)
+        raise AssertionError("unreachable")
+
+    def _delete_old(self) -> None:
+        if self._num_to_keep is None:
+            return
+        infos = list_checkpoints(self._run_dir.storage)
+        best = choose_best(infos, self._monitor, self._mode)
+        for info in infos[: -self._num_to_keep]:
+            if best is None or info.name != best.name:
+                # The manifest goes first: what is left of a deletion cut short is no checkpoint.
+                self._run_dir.storage.delete(f"{FOLDER}/{info.name}/{MANIFEST}")
+                self._run_dir.storage.delete(f"{FOLDER}/{info.name}")
+
+
+class NoWriter:
+    """What ranks other than the first save to."""
+
+    def check(self) -> None:
+        """Nothing can have failed."""
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+
+def delete_orphans(run_dir: RunDirectory) -> None:
+    """Removes what a killed process left half-written under checkpoints/."""
+    storage = run_dir.storage
+    for name in storage.list(FOLDER):
+        if not storage.exists(f"{FOLDER}/{name}/{MANIFEST}"):
+            storage.delete(f"{FOLDER}/{name}")

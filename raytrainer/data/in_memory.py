@@ -1,0 +1,79 @@
+"""Image data sets that lie in memory as bytes and answer whole batches, which is what makes small images fast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import resources
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from raytrainer.data.augment import random_shift
+from raytrainer.errors import DataError
+
+MNIST_MEAN, MNIST_STD = 0.1307, 0.3081
+
+
+class InMemoryImages(Dataset):
+    """Grey images kept as bytes, turned into normalised float32 a batch at a time.
+
+    images: uint8 [N, H, W]; labels: integers [N]; mean, std: of the pixels scaled to 0..1.
+    augment: "shift" (moved by up to 2 pixels), or a callable from uint8 [n, H, W] to the same, or None.
+    `dataset[i]` is (image [1, H, W], label); `dataset.__getitems__(indices)` is the ready batch
+    (images float32 [n, 1, H, W], labels int64 [n]). The classes of all samples are in `targets`.
+
+    The contract that the loader follows for every data set: when `__getitems__(indices)` returns a list, its
+    items are samples, to be collated; anything else is a ready batch and goes to the model as it is.
+    """
+
+    def __init__(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        mean: float,
+        std: float,
+        augment: Literal["shift"] | Callable[[Tensor], Tensor] | None = None,
+    ):
+        if isinstance(augment, str) and augment != "shift":
+            raise DataError(f'augment = "{augment}"\n  it is "shift", a callable or null')
+        self.images = images
+        self.targets = labels.to(torch.int64)
+        self._scale = 1.0 / (255.0 * std)
+        self._offset = -mean / std
+        self._augment = random_shift if augment == "shift" else augment
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        images, labels = self.__getitems__([index])
+        return images[0], labels[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        where = torch.as_tensor(indices)
+        images = self.images[where]
+        if self._augment is not None:
+            images = self._augment(images)
+        pixels = images.to(torch.float32).mul_(self._scale).add_(self._offset)
+        return pixels.unsqueeze_(1), self.targets[where]
+
+
+class MnistSubset(InMemoryImages):
+    """5,000 real handwritten digits of MNIST that ship with raytrainer: no download, 10 classes, 28 x 28 pixels.
+
+    split: "train" (4,000, of each digit 400) or "eval" (the other 1,000). augment: None or "shift", which moves
+    each digit by up to 2 pixels at random. Samples are as in InMemoryImages. Origin and licence:
+    raytrainer/data/files/ORIGIN.md.
+    """
+
+    def __init__(self, split: str = "train", augment: Literal["shift"] | None = None):
+        if split not in ("train", "eval"):
+            raise DataError(f'MnistSubset: split = "{split}"\n  it is "train" or "eval"')
+        source = resources.files("raytrainer.data").joinpath("files/mnist_5k.npz")
+        with source.open("rb") as stream, np.load(stream) as arrays:
+            chosen = arrays["is_eval"] == (split == "eval")
+            images, labels = arrays["images"][chosen], arrays["labels"][chosen]
+        super().__init__(torch.from_numpy(images), torch.from_numpy(labels), MNIST_MEAN, MNIST_STD, augment)

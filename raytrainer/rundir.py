@@ -1,0 +1,160 @@
+"""The run directory <storage_path>/<name>: one live run at a time, its config, events and result.
+
+The process that was started by the user opens it; rank 0 attaches to it and writes metrics and checkpoints.
+Every opening writes a new token, and whoever holds an older one may commit nothing more: a rank that
+outlived its driver cannot write into the run that came after it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import secrets
+import socket
+import sys
+import time
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from raytrainer.errors import ResumeError, StorageError
+from raytrainer.result import Result
+from raytrainer.storage import Storage, open_storage, read_lines
+
+if TYPE_CHECKING:
+    from raytrainer.config import Config
+
+_PACKAGES = ("raytrainer", "torch", "torchvision", "ray", "numpy", "torchmetrics", "pydantic", "omegaconf")
+
+
+class RunDirectory:
+    """The files of one run, for the process that holds the right to write them."""
+
+    def __init__(self, root: str, token: str, *, lock: int | None = None, last_result: Result | None = None):
+        self.storage: Storage = open_storage(root)
+        self.token = token
+        self.last_result = last_result
+        self._lock = lock
+
+    @property
+    def root(self) -> str:
+        return self.storage.root
+
+    @classmethod
+    def open(cls, config: Config, *, fresh: bool = False) -> RunDirectory:
+        """Takes the run directory of `config`, creating it where there is none.
+
+        fresh: an old directory is moved aside, to <name>.old-<time>, and an empty one begins.
+        Raises ResumeError when another live run holds it, StorageError when it cannot be written.
+        """
+        base = open_storage(config.storage_path)
+        base.make_folder()
+        if fresh and base.exists(config.name):
+            aside = cls._take_lock(open_storage(base.path(config.name)))
+            base.rename(
+                config.name, f"{config.name}.old-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+            )
+            _release(aside)
+        storage = open_storage(base.path(config.name))
+        storage.make_folder()
+        lock = cls._take_lock(storage)
+        try:
+            token = secrets.token_hex(8)
+            storage.write("token", token.encode())
+            last = storage.read("result.json") if storage.exists("result.json") else None
+            return cls(storage.root, token, lock=lock, last_result=_parse_result(last))
+        except BaseException:
+            _release(lock)
+            raise
+
+    @staticmethod
+    def _take_lock(storage: Storage) -> int | None:
+        """An exclusive lock that goes with this process; an object store has none, and relies on the token."""
+        if storage.is_remote:
+            return None
+        try:
+            lock = os.open(storage.path("lock"), os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise StorageError(f"cannot write {storage.path('lock')}: {error.strerror}") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(lock, 200).decode(errors="replace").strip() or "another process"
+            os.close(lock)
+            raise ResumeError(
+                f"{storage.root} is in use by {holder}\n"
+                "  two runs cannot share a run directory; wait for that one, or give this one another name: "
+                "name=..."
+            ) from None
+        os.truncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        return lock
+
+    def write_description(self, config: Config, command: list[str] | None = None) -> None:
+        """config.yaml (secrets left as names) and env.json (versions, host, command) of this attempt."""
+        self.storage.write("config.yaml", config.stored_yaml().encode())
+        self.storage.write("env.json", json.dumps(describe_environment(command), indent=2).encode() + b"\n")
+
+    def owns(self) -> bool:
+        """Whether no later run has taken the directory since."""
+        return self.storage.read("token").decode() == self.token
+
+    def event(self, event: str, **details: Any) -> dict[str, Any]:
+        """Adds a line to events.jsonl and returns it."""
+        record = {"event": event, "time_s": round(time.time(), 3), **details}
+        self.storage.append("events.jsonl", json.dumps(record).encode() + b"\n")
+        return record
+
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in read_lines(self.storage, "events.jsonl")]
+
+    def write_result(self, result: Result) -> None:
+        self.storage.write("result.json", result.to_json().encode())
+
+    def close(self) -> None:
+        if self._lock is not None:
+            _release(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _release(lock: int | None) -> None:
+    if lock is not None:
+        os.close(lock)
+
+
+def _parse_result(content: bytes | None) -> Result | None:
+    if content is None:
+        return None
+    try:
+        return Result.from_mapping(json.loads(content))
+    except (ValueError, TypeError):
+        return None
+
+
+def read_result(root: str) -> Result | None:
+    """The result of the run directory `root`, or None where it has none (yet)."""
+    storage = open_storage(root)
+    return _parse_result(storage.read("result.json")) if storage.exists("result.json") else None
+
+
+def describe_environment(command: list[str] | None = None) -> dict[str, Any]:
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "command": command if command is not None else sys.argv,
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": versions,
+    }

@@ -1,0 +1,533 @@
+"""The training loop. It knows its rank and a run directory, and nothing of Ray.
+
+Between two steps `_boundary` does whatever is due at that position (the end of an epoch, an evaluation, a
+checkpoint); `_train_step` does one optimizer step. Position and decisions are the same on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from raytrainer import build, checkpoint, loggers
+from raytrainer.config import difference
+from raytrainer.data import EvalBatches, build_loader, mix_seed
+from raytrainer.distributed import Process, broadcast_object
+from raytrainer.errors import NonFiniteLossError, ResumeError
+from raytrainer.evaluation import evaluate
+from raytrainer.manifest import FOLDER, MODEL_FILE, TRAINING_FILE, folder_name
+from raytrainer.policy import DuePolicy, improves
+from raytrainer.result import Result
+from raytrainer.rundir import RunDirectory
+from raytrainer.state import TrainState
+from raytrainer.step import GradientStep, VoteReader, refuse_communicating_modules
+from raytrainer.timing import StepTimer
+from raytrainer.transfer import ahead_of_use
+
+if TYPE_CHECKING:
+    from raytrainer.config import Config
+
+_STEP_STREAM = 0x57E9  # keeps dropout's seeds apart from those of shuffling and augmentation
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+
+Observer = Callable[[dict[str, Any]], None]
+
+
+class StopWish(Protocol):
+    """Where the loop looks for a wish to stop: None, or a word such as "SIGINT"."""
+
+    @property
+    def requested(self) -> str | None: ...
+
+
+class _NeverStop:
+    requested = None
+
+
+class Trainer:
+    """Trains what a config describes, as one rank of a job.
+
+    config: may hold objects in place of targets. process: this rank; read from torchrun's environment variables
+    by default, a job of one without them. observer: gets rank 0's metric records and events. stop: looked at
+    once a step; the step is finished and saved first. run_dir: opened from the config by default.
+    started_at: Unix time at which the user's command started, for `time_to_first_step_s`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        process: Process | None = None,
+        observer: Observer | None = None,
+        stop: StopWish | None = None,
+        run_dir: RunDirectory | None = None,
+        started_at: float | None = None,
+    ):
+        self.config = config
+        self.process = process or Process.from_environment()
+        self._observer = observer or (lambda record: None)
+        self._stop: StopWish = stop or _NeverStop()
+        self._run_dir = run_dir
+        self._started_at = started_at or time.time()
+        self._first_step_at: float | None = None
+        self._first_step_done: int | None = None
+
+    def train(self) -> Result:
+        """Trains to the end, or to a wish to stop; resumes from the run directory's newest checkpoint."""
+        gpus = self.config.scaling.gpus_per_worker
+        device = self.process.device(None if gpus == "auto" else gpus > 0)
+        with self.process.join(device), self._directory() as self._run_dir:
+            self._set_up(device)
+            try:
+                status = self._run()
+                self._writer.close()
+            except BaseException:
+                with contextlib.suppress(Exception):  # the error on its way is the one to show
+                    self._logger.close()
+                raise
+            result = self._result(status)
+            self._event(status, step=result.steps)
+            self._logger.close()
+            return result
+
+    # Setting up ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _directory(self) -> Iterator[RunDirectory]:
+        if self._run_dir is not None:
+            yield self._run_dir
+            return
+        opened = RunDirectory.open(self.config) if self.process.is_first else None
+        with opened or contextlib.nullcontext():
+            address = broadcast_object(opened and (opened.root, opened.token), self.process.world_size)
+            if opened is not None:
+                opened.write_description(self.config)
+            yield opened or RunDirectory(*address)
+
+    def _set_up(self, device: torch.device) -> None:
+        config, process = self.config, self.process
+        self.device = device
+        if config.training.tf32:
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        self.data = build.build_data(config)
+        self.sampler = build.build_sampler(config, self.data, process.rank, process.world_size)
+        self.steps_per_epoch = self.sampler.steps_per_epoch
+        self.total_steps = config.training.total_steps(self.steps_per_epoch)
+        model = build.build_model(config, device)
+        task = build.build_task(config, model, device)
+        num_microbatches = config.num_microbatches
+        always_even = config.data.drop_last and num_microbatches % process.world_size == 0
+        refuse_communicating_modules(model, always_even or process.world_size == 1)
+        optimizers = build.build_optimizers(config, model, task)
+        schedules = build.build_schedules(config, optimizers, self.total_steps)
+        scaler = torch.amp.GradScaler(device.type) if config.training.precision == "fp16-mixed" else None
+        ema = config.training.ema
+        self.state = TrainState(model, task, optimizers, schedules, scaler, ema and ema.decay)
+        self.metrics = build.build_metrics(config, device) if self.data.eval is not None else {}
+        self._meaning = {**config.meaning(), "data.train.length": len(self.data.train)}
+        self._resume()
+        if config.training.compile:
+            options = config.training.compile if isinstance(config.training.compile, dict) else {}
+            model.compile(**options)
+        model.train()
+        self.gradients = GradientStep(
+            model,
+            task,
+            process,
+            device,
+            autocast=self._autocast,
+            scale=scaler.scale if scaler is not None else lambda loss: loss,
+            seed=self._seed,
+            find_unused_parameters=config.training.find_unused_parameters,
+            always_explicit=len(optimizers) > 1,
+            may_lose_samples=config.data.on_bad_sample == "skip",
+        )
+        self._votes = VoteReader(device, lag=0 if config.training.on_nan == "skip" else 2)
+        self._loader = self._build_loader(self.data.train, self.sampler, "data.train")
+        self._timer = StepTimer()
+        self._due = DuePolicy.from_config(config)
+        self._last_saved, self._last_save_at = self._place(), time.monotonic()
+        self._open_sinks()
+        self._microbatches: Iterator[Any] | None = None
+
+    def _build_loader(self, dataset: Any, sampler: Any, where: str) -> Any:
+        config = self.config
+        return build_loader(
+            dataset,
+            sampler,
+            config.data.loader,
+            collate_fn=self.data.collate_fn,
+            seed=config.seed,
+            on_bad_sample=config.data.on_bad_sample,
+            device_type=self.device.type,
+            where=where,
+        )
+
+    def _open_sinks(self) -> None:
+        config, run_dir = self.config, self._run_dir
+        if not self.process.is_first:
+            self._logger: Any = loggers.NoLogger()
+            self._writer: Any = checkpoint.NoWriter()
+            return
+        loggers.forget_after(run_dir, self.state.progress.step)
+        checkpoint.delete_orphans(run_dir)
+        sinks: list[loggers.Sink] = [loggers.ObserverSink(self._observer)]
+        if "jsonl" in config.logging.sinks:
+            sinks.append(loggers.JsonlSink(run_dir))
+        if "tensorboard" in config.logging.sinks:
+            sinks.append(loggers.TensorBoardSink(run_dir))
+        self._logger = loggers.Logger(sinks)
+        self._writer = checkpoint.CheckpointWriter(
+            run_dir,
+            num_to_keep=config.checkpoint.num_to_keep,
+            monitor=config.checkpoint.monitor,
+            mode=config.checkpoint.mode,
+            on_commit=lambda info: self._event("checkpointed", step=info.step, checkpoint=info.name),
+        )
+
+    def _resume(self) -> None:
+        """Continues from the newest whole checkpoint; rank 0 says which, so that all take the same one."""
+        storage = self._run_dir.storage
+        info = None
+        if self.process.is_first:
+            latest = checkpoint.load_latest(storage)
+            info = latest and latest[0]
+        info = broadcast_object(info, self.process.world_size)
+        if info is None:
+            return
+        changed = difference(info.meaning, self._meaning)
+        if changed:
+            raise ResumeError(
+                f"{self._run_dir.root} was begun with another config:\n"
+                + "\n".join(f"  {line}" for line in changed)
+                + "\n  give this run another name (name=...), or start over with --fresh, which keeps the old directory"
+            )
+        if not self.process.is_first:
+            names = (MODEL_FILE, TRAINING_FILE)
+            latest = (info, *checkpoint.load_files(storage, f"{FOLDER}/{info.name}", info, names))
+        self.state.load(latest[1], latest[2])
+
+    # The loop -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> str:
+        progress = self.state.progress
+        self._event("resumed" if progress.step else "started", step=progress.step, epoch=progress.epoch)
+        stopping = False
+        while True:
+            if stopping:
+                self._save()
+                return "stopped"
+            self._boundary()
+            if progress.step >= self.total_steps or progress.stopped_early:
+                self._settle_votes()
+                self._save()
+                return "finished"
+            stopping = self._train_step()
+            self._writer.check()
+            self._logger.check()
+
+    def _train_step(self) -> bool:
+        """One optimizer step; returns whether all ranks agreed to stop after it."""
+        progress, timer = self.state.progress, self._timer
+        microbatches = self._next_microbatches()
+        plan = self.sampler.plan(progress.step_in_epoch, progress.epoch)
+        wish = self._stop.requested is not None
+        self.state.task.step = progress.step
+        if len(self.state.optimizers) == 1:
+            self.gradients.zero_grad()
+            self.gradients.compute(plan, microbatches, progress.step, wish)
+            self._votes.push(progress.step + 1, self.gradients.votes_grad)
+            stop, healthy = self._read_votes()
+            if healthy:
+                self._update("")
+        else:
+            stop, healthy = self._alternate(plan, list(_take(microbatches, len(plan.local))), wish)
+        progress.step += 1
+        progress.step_in_epoch += 1
+        progress.samples_seen += plan.num_samples
+        progress.skipped_updates += not healthy
+        self._after_first_step()
+        timer.step(plan.num_samples, self.gradients.votes_grad)
+        if progress.step % self.config.logging.every_n_steps == 0:
+            self._log_step()
+        return stop
+
+    def _alternate(self, plan: Any, microbatches: list[Any], wish: bool) -> tuple[bool, bool]:
+        """A step of several optimizers: each in its turn, over the same microbatches."""
+        stop, all_healthy = False, True
+        for name, optimizer in self.state.optimizers.items():
+            self.gradients.zero_grad()
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self.gradients.compute(plan, iter(microbatches), self.state.progress.step, wish, name, parameters)
+            self._votes.push(self.state.progress.step + 1, self.gradients.votes_grad)
+            wanted, healthy = self._read_votes()
+            stop, all_healthy = stop or wanted, all_healthy and healthy
+            if healthy:
+                self._update(name)
+        return stop, all_healthy
+
+    def _update(self, name: str) -> None:
+        state, optimizer = self.state, self.state.optimizers[name]
+        clip_norm, scaler = self.config.training.gradient_clip_norm, state.scaler
+        if clip_norm is not None:
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self._timer.gradient_norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+        advanced = True
+        if scaler is None:
+            optimizer.step()
+        else:
+            scale = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            advanced = scaler.get_scale() >= scale
+            state.progress.skipped_updates += not advanced
+        schedule = state.schedules.get(name)
+        if advanced and schedule is not None and schedule.interval == "step":
+            schedule.scheduler.step()
+        if state.ema is not None and name == list(state.optimizers)[-1]:
+            state.ema.update_parameters(state.model)
+
+    def _read_votes(self, *, all_of_them: bool = False) -> tuple[bool, bool]:
+        """(a rank wishes to stop, the loss is finite), for the steps whose votes are in."""
+        stop, healthy = False, True
+        for votes in self._votes.read(all_of_them=all_of_them):
+            stop = stop or votes.stop
+            self.state.progress.skipped_samples += votes.num_skipped
+            if math.isfinite(votes.loss):
+                continue
+            healthy = False
+            if self.config.training.on_nan == "stop":
+                raise NonFiniteLossError(
+                    f"the loss of step {votes.step} is {votes.loss}\n"
+                    "  lower optimizer.lr or set training.gradient_clip_norm; "
+                    "training.on_nan: skip leaves such steps out"
+                )
+            warnings.warn(
+                f"the loss of step {votes.step} is {votes.loss}: its update is left out", stacklevel=2
+            )
+        return stop, healthy
+
+    def _settle_votes(self) -> None:
+        """Before anything is kept: no step may be waiting to turn out as not a number."""
+        self._read_votes(all_of_them=True)
+
+    def _next_microbatches(self) -> Iterator[Any]:
+        progress = self.state.progress
+        if self._microbatches is None:
+            self.sampler.set_position(progress.epoch, progress.step_in_epoch)
+            loaded = self._timer.timed(iter(self._loader))
+            self._microbatches = ahead_of_use(loaded, self.device)
+            if self._first_step_done is None:
+                self._microbatches = self._warm_up(self._microbatches)
+        return self._microbatches
+
+    def _warm_up(self, microbatches: Iterator[Any]) -> Iterator[Any]:
+        """Shows the first microbatch to the gradient step beforehand (see `GradientStep.warm_up`)."""
+        if self.process.world_size <= 2 or len(self.state.optimizers) > 1:
+            return microbatches
+        first = next(microbatches, None)
+        if first is None:  # this rank is idle in a short last step: it warms up on the first samples
+            batches = EvalBatches(min(len(self.data.train), self.config.data.micro_batch_size), 10**9)
+            first = next(
+                iter(
+                    ahead_of_use(
+                        iter(self._build_loader(self.data.train, batches, "data.train")), self.device
+                    )
+                )
+            )
+            self.gradients.warm_up(first)
+            return microbatches
+        self.gradients.warm_up(first)
+        return _chain(first, microbatches)
+
+    def _boundary(self) -> None:
+        """Does what is due after the last finished step: schedule, evaluation, checkpoint."""
+        progress = self.state.progress
+        epoch_ends = progress.step_in_epoch == self.steps_per_epoch
+        last = progress.step >= self.total_steps
+        if epoch_ends:
+            self._advance_schedules("epoch")
+            progress.epoch += 1
+            progress.step_in_epoch = 0
+            self._microbatches = None
+        due = self._due.at(progress.step, progress.epoch if epoch_ends else None, last)
+        gained = False
+        if due.evaluate and self.data.eval is not None and progress.last_evaluation_step != progress.step:
+            gained = self._evaluate()
+        minutes = (time.monotonic() - self._last_save_at) / 60
+        if due.checkpoint or gained or self._due.minutes_are_over(minutes):
+            self._save()
+
+    def _advance_schedules(self, interval: str, value: float | None = None) -> None:
+        for schedule in self.state.schedules.values():
+            if schedule.interval == interval:
+                schedule.scheduler.step(*(() if value is None else (value,)))
+
+    def _evaluate(self) -> bool:
+        """Evaluates and notes the result; returns whether the monitored value is the best so far."""
+        self._settle_votes()
+        progress, config = self.state.progress, self.config
+        if progress.step == 0:
+            return False
+        with self._timer.outside():
+            self.gradients.share_buffers()
+            values = self._evaluate_model()
+        metrics = {f"eval/{name}": value for name, value in values.items()}
+        progress.metrics.update(metrics)
+        progress.last_evaluation_step = progress.step
+        self._logger.log(
+            {"step": progress.step, "epoch": progress.epoch, "time_s": round(time.time(), 3), **metrics}
+        )
+        stopping = config.training.early_stopping
+        if stopping is not None:
+            value = self._monitored(stopping.monitor, "training.early_stopping.monitor")
+            if improves(value, progress.stop_best, stopping.mode, stopping.min_delta):
+                progress.stop_best, progress.evaluations_without_gain = value, 0
+            else:
+                progress.evaluations_without_gain += 1
+            progress.stopped_early = progress.evaluations_without_gain >= stopping.patience
+        monitor = config.checkpoint.monitor
+        if monitor is None:
+            self._advance_schedules("eval", values.get("loss"))
+            return False
+        value = self._monitored(monitor, "checkpoint.monitor")
+        self._advance_schedules("eval", value)
+        if not improves(value, progress.best_value, config.checkpoint.mode):
+            return False
+        progress.best_value, progress.best_step = value, progress.step
+        return True
+
+    def _evaluate_model(self) -> dict[str, float]:
+        task, process = self.state.task, self.process
+        size = self.config.eval.batch_size or self.config.data.micro_batch_size
+        batches = EvalBatches(len(self.data.eval), size, process.rank, process.world_size)
+        loader = self._build_loader(self.data.eval, batches, "data.eval")
+        model = self.state.evaluated_model
+        task.model, trained = model, task.model
+        try:
+            return evaluate(
+                model,
+                task,
+                ahead_of_use(iter(loader), self.device),
+                self.metrics,
+                process,
+                self.device,
+                self._autocast,
+            )
+        finally:
+            task.model = trained
+
+    def _monitored(self, name: str, key: str) -> float:
+        if name not in self.state.progress.metrics:
+            known = ", ".join(sorted(self.state.progress.metrics)) or "none"
+            raise ResumeError(f"{key} = {name}\n  the evaluation gives no such number; it gives: {known}")
+        return self.state.progress.metrics[name]
+
+    # What is kept -------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        self._settle_votes()
+        if not self.process.is_first or self._place() == self._last_saved:
+            return
+        with self._timer.outside():
+            self._writer.submit(self.state.snapshot(self._meaning))
+        self._last_saved, self._last_save_at = self._place(), time.monotonic()
+
+    def _place(self) -> tuple[int, int, int]:
+        """Changes whenever there is something new to save: a step, the end of an epoch, an evaluation."""
+        progress = self.state.progress
+        return progress.step, progress.epoch, progress.last_evaluation_step
+
+    def _log_step(self) -> None:
+        progress = self.state.progress
+        window = self._timer.window()
+        progress.metrics["train/loss"] = window["loss"] = (
+            float(window["loss"]) if self.device.type == "cpu" else window["loss"]
+        )
+        optimizer = next(iter(self.state.optimizers.values()))
+        self._logger.log(
+            {
+                "step": progress.step,
+                "epoch": progress.epoch,
+                "time_s": round(time.time(), 3),
+                **window,
+                "lr": optimizer.param_groups[0]["lr"],
+                "world_size": self.process.world_size,
+                "total_steps": self.total_steps,
+                **self.gradients.last_metrics,
+            }
+        )
+
+    def _event(self, event: str, **details: Any) -> None:
+        if self.process.is_first:
+            self._observer(self._run_dir.event(event, world_size=self.process.world_size, **details))
+
+    def _after_first_step(self) -> None:
+        if self._first_step_done is None:
+            self._first_step_done = self.state.progress.step
+            self._first_step_at = time.time()
+
+    def _result(self, status: str) -> Result:
+        progress = self.state.progress
+        weights, state = self.state.fingerprints()
+        monitor = self.config.checkpoint.monitor
+        best = None
+        if monitor is not None and progress.best_step is not None:
+            name = folder_name(progress.best_step)
+            best = {
+                "step": progress.best_step,
+                "metric": monitor,
+                "value": progress.best_value,
+                "checkpoint": name,
+            }
+        return Result(
+            status=status,
+            steps=progress.step,
+            epochs=progress.epoch,
+            samples_seen=progress.samples_seen,
+            world_sizes=[self.process.world_size],
+            metrics={name: float(value) for name, value in progress.metrics.items()},
+            best=best,
+            weights_sha256=weights,
+            state_sha256=state,
+            wall_s=round(time.time() - self._started_at, 3),
+            time_to_first_step_s=self._first_step_at and round(self._first_step_at - self._started_at, 3),
+            checkpoint=f"{FOLDER}/{folder_name(progress.step)}" if progress.step else None,
+            run_dir=self._run_dir.root,
+        )
+
+    # Randomness and precision -------------------------------------------------------------------------------
+
+    def _seed(self, step: int, microbatch: int) -> None:
+        """Dropout and whatever else a training step draws depend on (seed, step, microbatch) alone."""
+        seed = mix_seed(_STEP_STREAM, self.config.seed, step, microbatch)
+        random.seed(seed)
+        np.random.seed((seed & 0xFFFF_FFFF, seed >> 32))
+        # torch.manual_seed would queue the seed, with a stack trace, for GPUs that this process never starts.
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        dtype = _AUTOCAST.get(self.config.training.precision)
+        return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
+
+
+def _take(items: Iterator[Any], number: int) -> Iterator[Any]:
+    for _ in range(number):
+        yield next(items)
+
+
+def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+    yield first
+    yield from rest
