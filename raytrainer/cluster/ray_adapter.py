@@ -13,19 +13,25 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray._private import parameter, services
+from ray._private import parameter, ray_constants, services
 from ray._private import utils as ray_utils
 from ray._private.authentication import authentication_token_setup as ray_auth
 from ray._private.node import Node
+from ray.exceptions import AuthenticationError
 from ray.experimental import internal_kv
+
+from raytrainer.cluster.ray_request import NodeCapacity
 
 TRIED_RAY_VERSIONS = ("2.60.0",)
 
+CONNECT_TIMEOUT_S = 5.0
+
 _KV_NAMESPACE = b"raytrainer"
+_NODE_GROUP_LABEL = "ray.io/node-group"
 # Keywords of `ray.init` that the lean node takes as they are; any other one leads to a plain `ray.init`.
 _NODE_KEYWORDS = frozenset({"num_cpus", "num_gpus", "resources", "labels", "object_store_memory"})
 
@@ -43,14 +49,36 @@ class LeanNode(Node):
 
 @dataclass
 class Session:
-    """A connection to Ray. address: "host:port" of the cluster; started_here: this process started it."""
+    """A connection to Ray.
+
+    address: "host:port" of the cluster; started_here: this process started it; connected_here: this process's
+    connection is this session's alone; ships_files: workers get a copy of the working directory.
+    """
 
     address: str
     started_here: bool
     connected_here: bool = True
     node: Node | None = None
     temp_dir: str | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
+    ships_files: bool = False
+
+    @property
+    def nodes(self) -> list[NodeCapacity]:
+        """The cluster's live nodes."""
+        return [
+            NodeCapacity(dict(node["Resources"]), dict(node["Labels"])) for node in ray.nodes() if node["Alive"]
+        ]
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether an autoscaler, KubeRay or another launcher looks after the cluster: its nodes belong to groups."""
+        return any(_NODE_GROUP_LABEL in node.labels for node in self.nodes)
+
+    @property
+    def is_this_machine(self) -> bool:
+        """Whether every node is this one, so that all files are where the driver sees them."""
+        here = ray.util.get_node_ip_address()
+        return all(node["NodeManagerAddress"] == here for node in ray.nodes() if node["Alive"])
 
     def close(self) -> None:
         """Disconnects, and ends the Ray that was started here with all its processes."""
@@ -63,14 +91,17 @@ class Session:
 
 
 def connect(address: str, init: dict[str, Any], runtime_env: dict[str, Any], verbose: bool) -> Session:
-    """Joins the cluster at `address` ("host:port", "auto") as a driver of its own."""
-    context = ray.init(
-        address=address,
-        runtime_env=runtime_env or None,
-        log_to_driver=verbose,
-        logging_level=logging.INFO if verbose else logging.ERROR,
-        **init,
-    )
+    """Joins the cluster at `address` ("host:port", or "auto" for one on this machine) as a driver of its own.
+
+    Raises ConnectionError when nothing answers there, ray.exceptions.AuthenticationError without the right token.
+    """
+    if address == "auto":
+        address = services.canonicalize_bootstrap_address_or_die(None)
+    # Ray itself would try for minutes, and write about each try.
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S):
+        pass
+    context = _init(runtime_env, verbose, address=address, **init)
     return Session(context.address_info["gcs_address"], started_here=False)
 
 
@@ -102,13 +133,17 @@ def current_session() -> Session | None:
     return Session(ray.get_runtime_context().gcs_address, started_here=False, connected_here=False)
 
 
+def in_submitted_job() -> bool:
+    """Whether this driver is the entrypoint of a Ray job, whose runtime_env holds for the run too."""
+    return ray_constants.RAY_JOB_CONFIG_JSON_ENV_VAR in os.environ
+
+
 def _init(runtime_env: dict[str, Any], verbose: bool, **options):
-    return ray.init(
-        runtime_env=runtime_env or None,
-        log_to_driver=verbose,
-        logging_level=logging.INFO if verbose else logging.ERROR,
-        **options,
-    )
+    # Ray warns of a change to come for workers without a GPU; their CUDA_VISIBLE_DEVICES is ours anyway.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    level = logging.INFO if verbose else logging.CRITICAL
+    with quiet(*() if verbose else (ray_auth.logger, logging.getLogger("ray"))):
+        return ray.init(runtime_env=runtime_env or None, log_to_driver=verbose, logging_level=level, **options)
 
 
 def _start_lean_node(init: dict[str, Any], temp_dir: str) -> Node:

@@ -8,7 +8,9 @@ Ray Train, and no process but the workers imports torch.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
 import ray
 from ray.exceptions import RayError
 from ray.train import BackendConfig, RunConfig, ScalingConfig
-from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2._internal.execution.scaling_policy.fixed import FixedScalingPolicy
@@ -31,12 +33,18 @@ from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGro
 from ray.train.v2._internal.util import bundle_to_remote_args
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raytrainer.cluster import ray_worker
 from raytrainer.cluster.outcome import RankFailure
+from raytrainer.cluster.ray_failure import describe_failed_start
+from raytrainer.cluster.ray_place import RankPlace, rank_environments
+from raytrainer.cluster.ray_request import WorkerRequest
 
 ray.cloudpickle.register_pickle_by_value(ray_worker)
 
+# The cluster has no room for the group: say so after this long.
+NOTICE_S = 5.0
 # How long one look at the ranks may wait for something to happen.
 WATCH_S = 1.0
 # After the first failure the others get this long to end by themselves: the first may be the echo of a later one.
@@ -51,20 +59,52 @@ class RankError(Exception):
         self.failure = failure
 
 
+class Aborted(Exception):
+    """The run was told to stop at once while its group was starting."""
+
+
+class GroupControl:
+    """Ends the workers of the current group, and of any later one, from another thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._actors: list = []
+        self.aborted = False
+
+    def take(self, actors: list) -> None:
+        """Makes `actors` the current group."""
+        with self._lock:
+            self._actors = actors
+        if self.aborted:
+            self.abort()
+
+    def check(self) -> None:
+        """Raises Aborted after `abort`."""
+        if self.aborted:
+            raise Aborted
+
+    def abort(self) -> None:
+        """Kills the workers; the trainer then ends by itself."""
+        self.aborted = True
+        with self._lock:
+            for actor in self._actors:
+                ray.kill(actor)
+
+
 @dataclass
 class RankGroupConfig(BackendConfig):
     """What the worker group needs to know; Ray Train hands it through as the backend's config.
 
-    actor_arguments: of RankActor; environment_of: all places and their descriptions -> each rank's variables;
-    on_group: called with the group's new number and its ranks' descriptions before they run;
-    describe_loss: a rank and Ray's error -> the failure; runtime_env: of the workers, {} for the job's own.
+    actor_arguments: of RankActor; on_start: called with the ranks' places before they run, gives how often a group
+    was started before; on_wait: called once when the cluster has no room yet; describe_loss: a rank's place and Ray's error -> its failure.
     """
 
-    actor_arguments: tuple
-    environments_of: Callable[[list[tuple], list[dict]], list[dict[str, str]]]
-    on_group: Callable[[list[dict]], dict]
-    describe_loss: Callable[[int, Exception], RankFailure]
-    runtime_env: dict[str, Any]
+    actor_arguments: dict[str, Any]
+    link_prefix: str
+    control: GroupControl
+    on_start: Callable[[list[RankPlace]], int]
+    on_wait: Callable[[], None]
+    describe_loss: Callable[[RankPlace, Exception], RankFailure]
 
 
 class RankGroupState(WorkerGroupState):
@@ -94,8 +134,10 @@ class RankGroup(WorkerGroup):
             callback.before_worker_group_start(context)
         group = self._create_placement_group(self._train_run_context.scaling_config, context)
         worker_group_state_builder.with_placement_group_handle(group)
-        if not group.wait(self._worker_group_start_timeout_s):
-            raise WorkerGroupStartupTimeoutError(num_workers=context.num_workers)
+        if not group.wait(NOTICE_S):
+            self._config.on_wait()
+            while not group.wait(WATCH_S):
+                self._config.control.check()
         workers = self._create_workers(
             context.num_workers, group.placement_group, context.resources_per_worker
         )
@@ -108,71 +150,59 @@ class RankGroup(WorkerGroup):
             callback.after_worker_group_training_start(self)
 
     def _create_workers(self, num_workers, placement_group, resources_per_worker, **kwargs) -> list[Worker]:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
         options = bundle_to_remote_args(resources_per_worker)
-        if self._config.runtime_env:
-            options["runtime_env"] = self._config.runtime_env
+        # A runtime_env of Ray Train's variables, as the base class sets it, would have Ray start new processes
+        # instead of taking those that wait already.
         actor_class = ray.remote(max_restarts=0, max_task_retries=0, **options)(self._worker_cls)
         actors = [
             actor_class.options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=placement_group, placement_group_bundle_index=index
                 )
-            ).remote(*self._config.actor_arguments)
+            ).remote(**self._config.actor_arguments)
             for index in range(num_workers)
         ]
+        self._config.control.take(actors)
         try:
             descriptions = ray.get([actor.describe.remote() for actor in actors])
         except RayError as error:
             for actor in actors:
                 ray.kill(actor)
-            raise WorkerGroupStartupFailedError(f"a worker did not start: {error}") from error
-        self._ports = {}
-        workers = []
-        for index, (actor, description) in enumerate(zip(actors, descriptions, strict=True)):
-            port = description.pop("port")
-            worker = Worker(
-                actor,
-                ActorMetadata(**description),
-                resources_per_worker,
-                placement_group_bundle_index=index,
+            raise WorkerGroupStartupFailedError(str(error)) from error
+        self._ports = [description.pop("port") for description in descriptions]
+        workers = [
+            Worker(
+                actor, ActorMetadata(**description), resources_per_worker, placement_group_bundle_index=index
             )
-            self._ports[id(worker)] = port
-            workers.append(worker)
+            for index, (actor, description) in enumerate(zip(actors, descriptions, strict=True))
+        ]
         return self._assign_worker_ranks(workers)
 
     def _run_ranks(self, workers: list[Worker]) -> None:
-        places, descriptions = [], []
-        for worker in workers:
-            where = worker.distributed_context
-            places.append(
-                (
-                    where.world_rank,
-                    where.world_size,
-                    where.local_rank,
-                    where.local_world_size,
-                    where.node_rank,
-                )
-            )
-            descriptions.append(
-                {
-                    "node_ip": worker.metadata.node_ip,
-                    "node_id": worker.metadata.node_id,
-                    "hostname": worker.metadata.hostname,
-                    "pid": worker.metadata.pid,
-                    "gpu_ids": [str(gpu) for gpu in worker.metadata.gpu_ids],
-                    "port": self._ports[id(worker)],
-                }
-            )
-        link = self._config.on_group(descriptions)
-        environments = self._config.environments_of(places, descriptions)
+        self._places = [self._place_of(worker) for worker in workers]
+        attempt = self._config.on_start(self._places)
+        environments = rank_environments(self._places, attempt)
+        link = {"prefix": self._config.link_prefix, "attempt": attempt}
         payload = self._worker_group_context.train_fn_ref._ref
         self._calls = [
-            worker.actor.run.remote(payload, place, environment, link)
-            for worker, place, environment in zip(workers, places, environments, strict=True)
+            worker.actor.run.remote(payload, place.numbers, environment, link)
+            for worker, place, environment in zip(workers, self._places, environments, strict=True)
         ]
         self._statuses: dict[int, WorkerStatus] = {}
+
+    def _place_of(self, worker: Worker) -> RankPlace:
+        where, metadata = worker.distributed_context, worker.metadata
+        return RankPlace(
+            where.world_rank,
+            where.world_size,
+            where.local_rank,
+            where.local_world_size,
+            where.node_rank,
+            metadata.node_ip,
+            metadata.pid,
+            self._ports[worker.placement_group_bundle_index],
+            tuple(str(gpu) for gpu in metadata.gpu_ids),
+        )
 
     def _poll_workers_and_collect_errors(self, timeout: float | None) -> list[WorkerStatus]:
         self._watch(WATCH_S)
@@ -200,7 +230,8 @@ class RankGroup(WorkerGroup):
         try:
             answer = ray.get(call)
         except RayError as error:
-            return WorkerStatus(running=False, error=RankError(self._config.describe_loss(rank, error)))
+            failure = self._config.describe_loss(self._places[rank], error)
+            return WorkerStatus(running=False, error=RankError(failure))
         if "failure" in answer:
             return WorkerStatus(running=False, error=RankError(RankFailure.from_dict(answer["failure"])))
         return WorkerStatus(running=False, return_value=answer["result"])
@@ -234,45 +265,50 @@ class QuietFixedPolicy(FixedScalingPolicy):
 
 
 class DecidedFailurePolicy(FailurePolicy):
-    """Asks `decide`, which is given the failures of the ranks, or a start that failed, whether to start again."""
+    """Asks `decide`, which is given the failures of the ranks, whether to start again."""
 
-    def __init__(self, failure_config, decide: Callable[[list[RankFailure] | Exception], bool]):
+    def __init__(self, failure_config, decide: Callable[[list[RankFailure]], bool]):
         super().__init__(failure_config)
         self._decide = decide
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
         if isinstance(training_failed_error, WorkerGroupError):
-            causes = [error.failure for error in training_failed_error.worker_failures.values()]
-        elif isinstance(training_failed_error, ControllerError):
-            causes = training_failed_error.controller_failure
+            failures = [error.failure for error in training_failed_error.worker_failures.values()]
+        elif isinstance(training_failed_error, ControllerError) and isinstance(
+            training_failed_error.controller_failure, WorkerGroupStartupFailedError
+        ):
+            message = str(training_failed_error.controller_failure)
+            failures = [describe_failed_start(message, time.time())]
         else:
-            causes = training_failed_error
-        return FailureDecision.RETRY if self._decide(causes) else FailureDecision.RAISE
-
-
-def is_waiting(error: Exception) -> bool:
-    """Whether a start failed only because the cluster has no room yet."""
-    return isinstance(error, WorkerGroupStartupTimeoutError)
+            return FailureDecision.RAISE
+        return FailureDecision.RETRY if self._decide(failures) else FailureDecision.RAISE
 
 
 class LeanTrainer(DataParallelTrainer):
-    """Ray Train's trainer for ranks of ours. payload: what every rank is given."""
+    """Ray Train's trainer for ranks of ours. payload: what every rank is given; decide: whether to start again."""
 
     def __init__(
         self,
         payload: dict,
         *,
         group: RankGroupConfig,
-        scaling: ScalingConfig,
+        request: WorkerRequest,
         scratch_dir: str,
-        decide: Callable[[list[RankFailure] | Exception], bool],
+        decide: Callable[[list[RankFailure]], bool],
     ):
         self._payload = payload
         self._decide = decide
         super().__init__(
             _not_called,
             backend_config=group,
-            scaling_config=scaling,
+            scaling_config=ScalingConfig(
+                num_workers=request.num_workers,
+                use_gpu=request.num_gpus > 0,
+                resources_per_worker=dict(request.resources),
+                placement_strategy=request.strategy,
+                label_selector=dict(request.labels) or None,
+                accelerator_type=request.accelerator_type,
+            ),
             # Nothing is reported through Ray Train; it insists on a folder for its own state.
             run_config=RunConfig(name="run", storage_path=scratch_dir),
         )
@@ -291,6 +327,11 @@ class LeanTrainer(DataParallelTrainer):
         controller = LeanController(**arguments)
         asyncio.run(controller.run())
         return controller.get_result()
+
+
+def set_verbose(verbose: bool) -> None:
+    """Ray Train's own messages, errors included, are shown only with `verbose`: what matters is said by raytrainer."""
+    logging.getLogger("ray.train").setLevel(logging.INFO if verbose else logging.CRITICAL)
 
 
 def _not_called() -> None:

@@ -15,18 +15,22 @@ import threading
 class RankActor:
     """One rank's process. Ray calls `describe` once and then `run` once, both in the main thread."""
 
-    def __init__(self, import_paths: list[str], environment: dict[str, str | None], preload: list[str]):
-        """import_paths: added to the end of sys.path where they exist; environment: None removes a variable.
+    def __init__(
+        self,
+        import_paths: list[str],
+        environment: dict[str, str],
+        preload: list[str],
+        directory: str | None,
+    ):
+        """import_paths: added to the end of sys.path where they exist; environment: variables of every rank.
 
-        preload: modules to import in the background while the other ranks start.
+        preload: modules to import in the background while the other ranks start; directory: to work in, if it exists.
         """
         # The driver's own paths are right for this machine only if it is the same one, so they come last.
         sys.path.extend(path for path in import_paths if path not in sys.path and os.path.isdir(path))
-        for name, value in environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        os.environ.update(environment)
+        if directory is not None and os.path.isdir(directory):
+            os.chdir(directory)
         # The socket keeps the port until rank 0 serves its store on it: no other run can take it in between.
         self._listener = socket.create_server(("", 0), backlog=4096)
         self._preloading = threading.Thread(target=_preload, args=(preload,), daemon=True)
@@ -58,8 +62,11 @@ class RankActor:
             self._listener.close()
         # A half imported torch must not be met by anybody.
         self._preloading.join()
-        from raytrainer.cluster.ray_link import run_linked
-
+        try:
+            from raytrainer.cluster.ray_link import run_linked
+        except ImportError as error:
+            message = f"raytrainer cannot be imported on {socket.gethostname()} ({error}): install it on every node"
+            return {"failure": {"rank": place[0], "kind": "usage", "error_type": "UsageError", "message": message}}
         return run_linked(payload, place, link)
 
 
