@@ -12,15 +12,19 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
+import psutil
 import ray
-from ray._private import parameter, ray_constants, services
+from ray._private import parameter, services
 from ray._private import utils as ray_utils
+from ray._private import worker as ray_worker
 from ray._private.authentication import authentication_token_setup as ray_auth
 from ray._private.node import Node
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from ray.exceptions import AuthenticationError
 from ray.experimental import internal_kv
 
@@ -29,6 +33,7 @@ from raytrainer.cluster.ray_request import NodeCapacity
 TRIED_RAY_VERSIONS = ("2.60.0",)
 
 CONNECT_TIMEOUT_S = 5.0
+END_TIMEOUT_S = 5.0
 
 _KV_NAMESPACE = b"raytrainer"
 _NODE_GROUP_LABEL = "ray.io/node-group"
@@ -66,7 +71,9 @@ class Session:
     def nodes(self) -> list[NodeCapacity]:
         """The cluster's live nodes."""
         return [
-            NodeCapacity(dict(node["Resources"]), dict(node["Labels"])) for node in ray.nodes() if node["Alive"]
+            NodeCapacity(dict(node["Resources"]), dict(node["Labels"]))
+            for node in ray.nodes()
+            if node["Alive"]
         ]
 
     @property
@@ -82,10 +89,11 @@ class Session:
 
     def close(self) -> None:
         """Disconnects, and ends the Ray that was started here with all its processes."""
+        processes = [] if self.node is None else _descendants(self.node)
         if self.connected_here:
             ray.shutdown()
         if self.node is not None:
-            self.node.kill_all_processes(check_alive=False, allow_graceful=False)
+            end_node(self.node, processes)
         if self.temp_dir is not None:
             shutil.rmtree(self.temp_dir, ignore_errors=True)
 
@@ -112,13 +120,14 @@ def start(init: dict[str, Any], runtime_env: dict[str, Any], verbose: bool) -> S
     try:
         if set(init) - _NODE_KEYWORDS:
             options = {"include_dashboard": False, **init, "_temp_dir": temp_dir}
-            context = _init(runtime_env, verbose, **options)
-            return Session(context.address_info["gcs_address"], True, temp_dir=temp_dir)
-        node = _start_lean_node(init, temp_dir)
+            _init(runtime_env, verbose, **options)
+            node = ray_worker._global_node
+            return Session(node.address, True, node=node, temp_dir=temp_dir)
+        node = start_node(init, temp_dir)
         try:
             _init(runtime_env, verbose, address=node.address, _temp_dir=temp_dir)
         except BaseException:
-            node.kill_all_processes(check_alive=False, allow_graceful=False)
+            end_node(node)
             raise
         return Session(node.address, True, node=node, temp_dir=temp_dir)
     except BaseException:
@@ -133,20 +142,53 @@ def current_session() -> Session | None:
     return Session(ray.get_runtime_context().gcs_address, started_here=False, connected_here=False)
 
 
+def end_node(node: Node, processes: Sequence[psutil.Process] = ()) -> None:
+    """Ends a node's processes, its workers and whatever those started, and waits until they are gone.
+
+    Ray by itself kills the raylet and leaves it to the workers to notice. processes: found earlier, to end as well.
+    """
+    processes = {*processes, *_descendants(node)}
+    node.kill_all_processes(check_alive=False, allow_graceful=False)
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=END_TIMEOUT_S)
+
+
+def _descendants(node: Node) -> list[psutil.Process]:
+    found = []
+    for _, process in node.live_processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += psutil.Process(process.pid).children(recursive=True)
+    return found
+
+
 def in_submitted_job() -> bool:
     """Whether this driver is the entrypoint of a Ray job, whose runtime_env holds for the run too."""
-    return ray_constants.RAY_JOB_CONFIG_JSON_ENV_VAR in os.environ
+    return RAY_JOB_CONFIG_JSON_ENV_VAR in os.environ
 
 
 def _init(runtime_env: dict[str, Any], verbose: bool, **options):
     # Ray warns of a change to come for workers without a GPU; their CUDA_VISIBLE_DEVICES is ours anyway.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     level = logging.INFO if verbose else logging.CRITICAL
-    with quiet(*() if verbose else (ray_auth.logger, logging.getLogger("ray"))):
-        return ray.init(runtime_env=runtime_env or None, log_to_driver=verbose, logging_level=level, **options)
+    options = {
+        "runtime_env": runtime_env or None,
+        "log_to_driver": verbose,
+        "logging_level": level,
+        **options,
+    }
+    if verbose:
+        return ray.init(**options)
+    with (
+        quiet(ray_auth.logger, logging.getLogger("ray")),
+        _replaced(ray_worker, "listen_error_messages", _show_no_messages),
+    ):
+        return ray.init(**options)
 
 
-def _start_lean_node(init: dict[str, Any], temp_dir: str) -> Node:
+def start_node(init: dict[str, Any], temp_dir: str) -> Node:
+    """A Ray of one node, without a driver; `init`: num_cpus, num_gpus, resources, labels, object_store_memory."""
     with quiet(ray_auth.logger):
         ray_auth.enable_token_auth_by_default()
         ray_auth.ensure_token_if_auth_enabled({}, create_token_if_missing=True)
@@ -162,19 +204,27 @@ def _start_lean_node(init: dict[str, Any], temp_dir: str) -> Node:
         runtime_env_agent_port=ports[1],
         dashboard_agent_listen_port=ports[2],
     )
-    with _without_dashboard_packages():
+    # Told that the dashboard's packages are missing, the node's agent loads half as much.
+    with _replaced(ray_utils, "get_dashboard_dependency_error", _missing_packages):
         return LeanNode(params, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
 
 
 @contextlib.contextmanager
-def _without_dashboard_packages() -> Iterator[None]:
-    """Inside, Ray believes that the dashboard's packages are missing: its agent then loads half as much."""
-    probe = ray_utils.get_dashboard_dependency_error
-    ray_utils.get_dashboard_dependency_error = lambda: ImportError("not needed by a private Ray")
+def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        ray_utils.get_dashboard_dependency_error = probe
+        setattr(module, name, before)
+
+
+def _missing_packages() -> ImportError:
+    return ImportError("not needed by a private Ray")
+
+
+def _show_no_messages(worker: Any, threads_stopped: Any) -> None:
+    """Stands for the thread that prints what raylets complain of."""
 
 
 @contextlib.contextmanager

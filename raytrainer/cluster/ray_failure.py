@@ -41,18 +41,20 @@ def judge(
     return Verdict(cause, is_retryable(cause) and allowed and not stopping, Retries(step, count))
 
 
-def describe_loss(rank: int, ray_message: str, where: str, memory_gib: float | None, time_s: float) -> RankFailure:
+def describe_loss(
+    rank: int, ray_message: str, where: str, memory_gib: float | None, time_s: float
+) -> RankFailure:
     """The failure of a rank whose process Ray found dead. ray_message: of Ray's error; where: "pid 7 on 10.0.0.2"."""
     size = f" at a resident size of {memory_gib:.1f} GiB" if memory_gib is not None else ""
     if "node has died" in ray_message or "NODE_DIED" in ray_message:
         message = f"its node died ({where})"
-    elif any(sign in ray_message for sign in _OUT_OF_MEMORY) and "There are some potential" not in ray_message:
-        message = f"Ray killed its process ({where}){size}: the node was running out of memory"
-    elif "unexpectedly" in ray_message or "connection error" in ray_message:
+    elif "unexpectedly exits with a connection error" in ray_message:
         message = (
             f"its process ({where}) died without a word{size}: killed by SIGKILL (-9: probably the host ran out of"
             " memory, or someone ran kill -9), or a fault in native code; its log file may say more"
         )
+    elif any(sign in ray_message for sign in _OUT_OF_MEMORY):
+        message = f"Ray killed its process ({where}){size}: the node was running out of memory"
     else:
         message = f"its process ({where}) was lost{size}: {_first_line(ray_message)}"
     return RankFailure(rank, "lost", message=message, rss_gib=memory_gib, time=time_s)
@@ -68,5 +70,7 @@ def describe_failed_start(ray_message: str, time_s: float) -> RankFailure:
 def _first_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     # Ray puts a heading and the actor's identity before the reason.
-    told = [line for line in lines if not line.startswith(("class_name:", "actor_id:", "pid:", "name", "ip:"))]
+    told = [
+        line for line in lines if not line.startswith(("class_name:", "actor_id:", "pid:", "name", "ip:"))
+    ]
     return told[1] if len(told) > 1 else (told or ["no reason given"])[0]

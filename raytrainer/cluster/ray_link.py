@@ -77,7 +77,9 @@ class RankLink:
         self._thread.start()
 
     def observe(self, record: dict) -> None:
-        """Takes a record without waiting."""
+        """Takes a record without waiting; only rank 0's are passed on."""
+        if self._rank != 0:
+            return
         if "event" in record or self._records.qsize() < MAX_PENDING_RECORDS:
             self._records.put(record)
 

@@ -145,14 +145,18 @@ def _describe_nodes(nodes: Sequence[NodeCapacity], request: WorkerRequest) -> st
 def _advice(request: WorkerRequest, nodes: Sequence[NodeCapacity], num_fitting: int) -> str:
     if num_fitting:
         return f"write scaling.num_workers: {num_fitting}, ask for less per worker, or add nodes"
-    if request.accelerator_type and not any(_has_accelerator(node, request.accelerator_type) for node in nodes):
+    if request.accelerator_type and not any(
+        _has_accelerator(node, request.accelerator_type) for node in nodes
+    ):
         return "write another scaling.accelerator_type, or leave it out"
     if request.labels and not any(matches(request.labels, node.labels) for node in nodes):
         return "no node satisfies scaling.label_selector: change it, or leave it out"
     for name, amount in request.resources.items():
         most = max((node.resources.get(name, 0) for node in nodes), default=0)
         if most + _EPSILON < amount:
-            key = {"CPU": "cpus_per_worker", "GPU": "gpus_per_worker"}.get(name, f"resources_per_worker.{name}")
+            key = {"CPU": "cpus_per_worker", "GPU": "gpus_per_worker"}.get(
+                name, f"resources_per_worker.{name}"
+            )
             return f"no node has that much {name}: write scaling.{key}: {_amount(name, most, plain=True)} or less"
     return "no single node has all of it: ask for less per worker"
 

@@ -106,6 +106,8 @@ class _Run:
         self._error: BaseException | None = None
         self._num_groups = 0
         self._stopped_at_once = False
+        # The training has ended, and only Ray is left to be closed.
+        self._over = False
         # Set by Ray's thread while there is something to talk to.
         self._link: DriverLink | None = None
         self._control: Any = None
@@ -123,7 +125,7 @@ class _Run:
             link, control = self._link, self._control
             if link is not None:
                 link.poll()
-            if self._stop.requested and not self._stopped_at_once:
+            if self._stop.requested and not self._stopped_at_once and not self._over:
                 if self._stop.immediate or link is None or not link.training:
                     # Before the first step there is nothing to save.
                     self._stopped_at_once = True
@@ -168,6 +170,7 @@ class _Run:
                 if not self._stopped_at_once:
                     self._train(session)
             finally:
+                self._over = True
                 self._link = self._control = None
                 session.close()
         except BaseException as error:  # raised again in the caller's thread

@@ -65,8 +65,12 @@ class RankActor:
         try:
             from raytrainer.cluster.ray_link import run_linked
         except ImportError as error:
-            message = f"raytrainer cannot be imported on {socket.gethostname()} ({error}): install it on every node"
-            return {"failure": {"rank": place[0], "kind": "usage", "error_type": "UsageError", "message": message}}
+            message = (
+                f"raytrainer cannot be imported on {socket.gethostname()} ({error}): install it on every node"
+            )
+            return {
+                "failure": {"rank": place[0], "kind": "usage", "error_type": "UsageError", "message": message}
+            }
         return run_linked(payload, place, link)
 
 
