@@ -1,7 +1,8 @@
 """Every private name of Ray core that raytrainer leans on: starting a lean local Ray, connecting, the key-value store.
 
-Written against the versions in `TRIED_RAY_VERSIONS`; `tests/test_ray_adapter.py` says what to check for another one.
-The parts of Ray Train are in `ray_train`, which costs a second to import and only the driver needs.
+Written against the versions in `TRIED_RAY_VERSIONS`; `tests/test_ray_adapter.py` says what to check for
+another one. The parts of Ray Train are in `ray_train`, which costs a second to import and only the driver
+needs.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ class Session:
 def connect(address: str, init: dict[str, Any], runtime_env: dict[str, Any], verbose: bool) -> Session:
     """Joins the cluster at `address` ("host:port", or "auto" for one on this machine) as a driver of its own.
 
-    Raises ConnectionError when nothing answers there, ray.exceptions.AuthenticationError without the right token.
+    Raises ConnectionError when nothing answers there, ray.exceptions.AuthenticationError without the right
+    token.
     """
     if address == "auto":
         address = services.canonicalize_bootstrap_address_or_die(None)
@@ -145,7 +147,8 @@ def current_session() -> Session | None:
 def end_node(node: Node, processes: Sequence[psutil.Process] = ()) -> None:
     """Ends a node's processes, its workers and whatever those started, and waits until they are gone.
 
-    Ray by itself kills the raylet and leaves it to the workers to notice. processes: found earlier, to end as well.
+    Ray by itself kills the raylet and leaves it to the workers to notice. processes: found earlier, to end as
+    well.
     """
     processes = {*processes, *_descendants(node)}
     node.kill_all_processes(check_alive=False, allow_graceful=False)

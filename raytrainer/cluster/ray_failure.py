@@ -32,8 +32,8 @@ def judge(
 ) -> Verdict:
     """Whether a group that ended with `failures` is started again.
 
-    step: the step that a new start would resume at; stopping: somebody asked for a stop; max_failures: allowed in a
-    row without progress, -1 for no limit. Only a lost process, node or connection is worth it.
+    step: the step that a new start would resume at; stopping: somebody asked for a stop; max_failures:
+    allowed in a row without progress, -1 for no limit. Only a lost process, node or connection is worth it.
     """
     cause = choose_cause(failures)
     count = 1 if step != retries.step else retries.num_failures + 1

@@ -1,7 +1,7 @@
 """What a running rank and the driver tell each other, beside Ray Train: records one way, a stop request the other.
 
-Both go through the cluster's key-value store, put and polled by threads in the background: a step never waits for
-them, and no further process is needed. Nothing is left in the store after the run.
+Both go through the cluster's key-value store, put and polled by threads in the background: a step never waits
+for them, and no further process is needed. Nothing is left in the store after the run.
 """
 
 from __future__ import annotations

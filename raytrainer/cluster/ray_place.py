@@ -69,7 +69,8 @@ def thread_environment(
 ) -> dict[str, str]:
     """OMP_NUM_THREADS for the ranks: the driver's own, else what each reserved.
 
-    On a Ray of the run's own, where nothing else runs, it is the share of the machine, as in the local backend.
+    On a Ray of the run's own, where nothing else runs, it is the share of the machine, as in the local
+    backend.
     """
     if "OMP_NUM_THREADS" in environment:
         return {"OMP_NUM_THREADS": environment["OMP_NUM_THREADS"]}

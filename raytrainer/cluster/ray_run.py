@@ -49,12 +49,13 @@ def run_on_ray(
 ) -> Outcome:
     """Runs `scaling.num_workers` ranks until they finish, stop or fail for good; no process of theirs is left.
 
-    payload: see `worker.run_rank`. scaling, ray_settings: the config's sections `scaling` and `ray`. on_record:
-    called in this thread or Ray's, one at a time, with each record of rank 0, with a "worker_failed" event for each
-    new start and a "waiting" event when the cluster has no room yet. max_failures: new starts after a lost process
-    without a newly committed step in between; -1 for no limit. storage_path: left out of what is shipped to other
-    machines. committed_step: the step a new start would resume at. Raises ClusterRequestError when the cluster can
-    never give what `scaling` asks for, UsageError when there is no cluster to connect to.
+    payload: see `worker.run_rank`. scaling, ray_settings: the config's sections `scaling` and `ray`.
+    on_record: called in this thread or Ray's, one at a time, with each record of rank 0, with a
+    "worker_failed" event for each new start and a "waiting" event when the cluster has no room yet.
+    max_failures: new starts after a lost process without a newly committed step in between; -1 for no limit.
+    storage_path: left out of what is shipped to other machines. committed_step: the step a new start would
+    resume at. Raises ClusterRequestError when the cluster can never give what `scaling` asks for, UsageError
+    when there is no cluster to connect to.
     """
     run = _Run(
         payload=payload,
@@ -113,7 +114,8 @@ class _Run:
         self._control: Any = None
         self._ended = threading.Event()
 
-    # The caller's thread -------------------------------------------------------------------------------------
+    # The caller's thread
+    # -------------------------------------------------------------------------------------
 
     def outcome(self) -> Outcome:
         """Starts Ray's thread, and passes on records and the request to stop until it ends."""
@@ -157,7 +159,8 @@ class _Run:
             exit_code = EXIT_CODES.get(reason, exit_code)
         return Outcome(status, exit_code, result, restarts=restarts)
 
-    # Ray's thread --------------------------------------------------------------------------------------------
+    # Ray's thread
+    # --------------------------------------------------------------------------------------------
 
     def _use_ray(self) -> None:
         try:

@@ -1,8 +1,8 @@
 """Ray Train's trainer with everything left out that a fixed group of our own ranks does not need.
 
 `LeanTrainer` keeps Ray Train's controller, placement group and worker group, and runs the controller in the
-driver's own process: no controller, synchronisation, preemption or clean-up actor is started, no worker imports
-Ray Train, and no process but the workers imports torch.
+driver's own process: no controller, synchronisation, preemption or clean-up actor is started, no worker
+imports Ray Train, and no process but the workers imports torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ ray.cloudpickle.register_pickle_by_value(ray_worker)
 NOTICE_S = 5.0
 # How long one look at the ranks may wait for something to happen.
 WATCH_S = 1.0
-# After the first failure the others get this long to end by themselves: the first may be the echo of a later one.
+# After the first failure the others get this long to end by themselves: the first may be the echo of a later
+# one.
 SETTLE_S = 3.0
 
 
@@ -95,8 +96,9 @@ class GroupControl:
 class RankGroupConfig(BackendConfig):
     """What the worker group needs to know; Ray Train hands it through as the backend's config.
 
-    actor_arguments: of RankActor; on_start: called with the ranks' places before they run, gives how often a group
-    was started before; on_wait: called once when the cluster has no room yet; describe_loss: a rank's place and Ray's error -> its failure.
+    actor_arguments: of RankActor; on_start: called with the ranks' places before they run, gives how often a
+    group was started before; on_wait: called once when the cluster has no room yet; describe_loss: a rank's
+    place and Ray's error -> its failure.
     """
 
     actor_arguments: dict[str, Any]
@@ -151,8 +153,8 @@ class RankGroup(WorkerGroup):
 
     def _create_workers(self, num_workers, placement_group, resources_per_worker, **kwargs) -> list[Worker]:
         options = bundle_to_remote_args(resources_per_worker)
-        # A runtime_env of Ray Train's variables, as the base class sets it, would have Ray start new processes
-        # instead of taking those that wait already.
+        # A runtime_env of Ray Train's variables, as the base class sets it, would have Ray start new
+        # processes instead of taking those that wait already.
         actor_class = ray.remote(max_restarts=0, max_task_retries=0, **options)(self._worker_cls)
         actors = [
             actor_class.options(

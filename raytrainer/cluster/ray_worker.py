@@ -1,7 +1,7 @@
 """The Ray actor that is one rank: says where it stands, then runs the training in its main thread.
 
-It travels to the workers by value, so that a worker process that Ray started in advance needs nothing but Ray to
-take it, and imports no part of Ray Train.
+It travels to the workers by value, so that a worker process that Ray started in advance needs nothing but Ray
+to take it, and imports no part of Ray Train.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class RankActor:
     ):
         """import_paths: added to the end of sys.path where they exist; environment: variables of every rank.
 
-        preload: modules to import in the background while the other ranks start; directory: to work in, if it exists.
+        preload: modules to import in the background while the other ranks start; directory: to work in, if it
+        exists.
         """
         # The driver's own paths are right for this machine only if it is the same one, so they come last.
         sys.path.extend(path for path in import_paths if path not in sys.path and os.path.isdir(path))
