@@ -93,3 +93,9 @@ def wait_for_stop(payload, process, observer, stop):
         time.sleep(0.02)
     dist.destroy_process_group()
     return {"status": "stopped", "stop_reason": stop.requested}
+
+
+def ignore_stop(payload, process, observer, stop):
+    """Trains on whatever it is asked."""
+    observer({"event": "started"})
+    time.sleep(600)

@@ -134,7 +134,8 @@ with stop_on_signals(stop):
     outcome = run_on_ray(
         payload, ScalingSection(num_workers=2), RaySection(address=address),
         on_record=lambda record: marker.touch(),
-        stop=stop, max_failures=0, storage_path="runs", name="test", verbose=False, committed_step=lambda: None,
+        stop=stop, max_failures=0, storage_path="runs", name="test", verbose=False,
+        committed_step=lambda: None,
     )
 assert "torch" not in sys.modules
 print(json.dumps([outcome.status, outcome.result]))
@@ -157,6 +158,7 @@ class Driver:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
 
     def wait_until_marked(self):
@@ -211,6 +213,30 @@ def test_a_ray_of_its_own_is_silent_and_gone_afterwards(start_driver):
     assert result["total"] == 3.0
     assert driver.left() == []
     assert set(Path("/tmp").glob("rt*")) <= before
+
+
+@pytest.mark.ray
+def test_ctrl_c_in_a_terminal_stops_after_the_step(start_driver):
+    driver = start_driver(None, entry="tests.ray_entries:wait_for_stop")
+    driver.wait_until_marked()
+    # A terminal sends it to the whole group: driver, Ray and ranks.
+    os.killpg(driver.process.pid, signal.SIGINT)
+    output, _ = driver.process.communicate(timeout=60)
+    assert driver.process.returncode == 130, output
+    assert json.loads(output) == ["stopped", {"status": "stopped", "stop_reason": "SIGINT"}]
+    assert driver.left() == []
+
+
+@pytest.mark.ray
+def test_a_second_signal_does_not_wait_for_the_ranks(start_driver):
+    driver = start_driver(None, entry="tests.ray_entries:ignore_stop")
+    driver.wait_until_marked()
+    driver.process.send_signal(signal.SIGTERM)
+    driver.process.send_signal(signal.SIGINT)
+    output, _ = driver.process.communicate(timeout=60)
+    assert driver.process.returncode == 143, output
+    assert json.loads(output) == ["stopped", None]
+    assert driver.left() == []
 
 
 @pytest.mark.ray

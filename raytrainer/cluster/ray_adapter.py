@@ -1,8 +1,8 @@
-"""Every private name of Ray core that raytrainer leans on: starting a lean local Ray, connecting, the key-value store.
+"""Every private name of Ray core in use: to start a lean local Ray, to connect, and the key-value store.
 
-Written against the versions in `TRIED_RAY_VERSIONS`; `tests/test_ray_adapter.py` says what to check for
-another one. The parts of Ray Train are in `ray_train`, which costs a second to import and only the driver
-needs.
+Written against the versions in `ray_run.TRIED_RAY_VERSIONS`; `tests/test_ray_adapter.py` says what to
+check for another one. The parts of Ray Train are in `ray_train`, which costs a second to import and only the
+driver needs.
 """
 
 from __future__ import annotations
@@ -26,12 +26,9 @@ from ray._private import worker as ray_worker
 from ray._private.authentication import authentication_token_setup as ray_auth
 from ray._private.node import Node
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
-from ray.exceptions import AuthenticationError
 from ray.experimental import internal_kv
 
 from raytrainer.cluster.ray_request import NodeCapacity
-
-TRIED_RAY_VERSIONS = ("2.60.0",)
 
 CONNECT_TIMEOUT_S = 5.0
 END_TIMEOUT_S = 5.0
@@ -79,13 +76,13 @@ class Session:
 
     @property
     def may_grow(self) -> bool:
-        """Whether an autoscaler, KubeRay or another launcher looks after the cluster: its nodes belong to groups."""
+        """Whether an autoscaler, KubeRay or a launcher looks after the cluster: its nodes are in groups."""
         return any(_NODE_GROUP_LABEL in node.labels for node in self.nodes)
 
     @property
     def is_this_machine(self) -> bool:
         """Whether every node is this one, so that all files are where the driver sees them."""
-        here = ray.util.get_node_ip_address()
+        here = node_ip()
         return all(node["NodeManagerAddress"] == here for node in ray.nodes() if node["Alive"])
 
     def close(self) -> None:
@@ -191,7 +188,7 @@ def _init(runtime_env: dict[str, Any], verbose: bool, **options):
 
 
 def start_node(init: dict[str, Any], temp_dir: str) -> Node:
-    """A Ray of one node, without a driver; `init`: num_cpus, num_gpus, resources, labels, object_store_memory."""
+    """A Ray of one node, without a driver. init: keywords of `ray.init` among `_NODE_KEYWORDS`."""
     with quiet(ray_auth.logger):
         ray_auth.enable_token_auth_by_default()
         ray_auth.ensure_token_if_auth_enabled({}, create_token_if_missing=True)
@@ -249,6 +246,11 @@ def _free_ports(count: int) -> list[int]:
         for each in sockets:
             each.bind(("", 0))
         return [each.getsockname()[1] for each in sockets]
+
+
+def node_ip() -> str:
+    """This node's address, as the cluster knows it."""
+    return ray.util.get_node_ip_address()
 
 
 def kv_put(key: str, value: bytes) -> None:

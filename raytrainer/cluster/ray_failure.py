@@ -12,7 +12,7 @@ _OUT_OF_MEMORY = ("running low on memory", "memory usage threshold", "OOM killer
 
 @dataclass(frozen=True)
 class Retries:
-    """Failures so far. num_failures: in a row with no newly committed step in between; step: the last committed one."""
+    """num_failures: in a row, with no newly committed step in between; step: the last committed one."""
 
     step: int | None = None
     num_failures: int = 0
@@ -20,7 +20,7 @@ class Retries:
 
 @dataclass(frozen=True)
 class Verdict:
-    """cause: what the other failures follow from; retry: whether to start again; retries: the count from now on."""
+    """cause: what the other failures follow from; retry: start again; retries: the count from now on."""
 
     cause: RankFailure
     retry: bool
@@ -44,14 +44,18 @@ def judge(
 def describe_loss(
     rank: int, ray_message: str, where: str, memory_gib: float | None, time_s: float
 ) -> RankFailure:
-    """The failure of a rank whose process Ray found dead. ray_message: of Ray's error; where: "pid 7 on 10.0.0.2"."""
+    """The failure of a rank whose process Ray found dead.
+
+    ray_message: of Ray's error; where: "pid 7 on 10.0.0.2"; memory_gib: the rank's peak resident size;
+    time_s: now.
+    """
     size = f" at a resident size of {memory_gib:.1f} GiB" if memory_gib is not None else ""
     if "node has died" in ray_message or "NODE_DIED" in ray_message:
         message = f"its node died ({where})"
     elif "unexpectedly exits with a connection error" in ray_message:
         message = (
-            f"its process ({where}) died without a word{size}: killed by SIGKILL (-9: probably the host ran out of"
-            " memory, or someone ran kill -9), or a fault in native code; its log file may say more"
+            f"its process ({where}) died without a word{size}: killed by SIGKILL (-9: probably the host ran"
+            " out of memory, or someone ran kill -9), or a fault in native code; its log file may say more"
         )
     elif any(sign in ray_message for sign in _OUT_OF_MEMORY):
         message = f"Ray killed its process ({where}){size}: the node was running out of memory"

@@ -1,4 +1,4 @@
-"""What a running rank and the driver tell each other, beside Ray Train: records one way, a stop request the other.
+"""What a running rank and the driver tell each other: records one way, a request to stop the other.
 
 Both go through the cluster's key-value store, put and polled by threads in the background: a step never waits
 for them, and no further process is needed. Nothing is left in the store after the run.
@@ -6,6 +6,7 @@ for them, and no further process is needed. Nothing is left in the store after t
 
 from __future__ import annotations
 
+import os
 import pickle
 import queue
 import resource
@@ -14,6 +15,8 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import psutil
 
 from raytrainer.cluster import ray_adapter
 from raytrainer.cluster.outcome import describe_exception
@@ -45,10 +48,11 @@ class Keys:
 
 
 def run_linked(payload: dict, place: tuple, link: dict) -> dict:
-    """Runs a rank in its own process: {"result": dict} or {"failure": RankFailure as a dict}; raises nothing."""
+    """Runs a rank in this process: {"result": dict} or {"failure": RankFailure as a dict}; raises nothing."""
     from raytrainer.cluster.worker import Place, run_rank
 
     process = Place(*place)
+    choose_interface()
     stop = StopSignal()
     rank_link = RankLink(Keys(**link), process.rank, stop)
     try:
@@ -62,8 +66,21 @@ def run_linked(payload: dict, place: tuple, link: dict) -> dict:
         rank_link.close()
 
 
+def choose_interface() -> None:
+    """Has gloo use the network that Ray uses: left alone it goes by the host's name, which may not resolve."""
+    if "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux":
+        return
+    if os.environ["GROUP_WORLD_SIZE"] == "1":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        return
+    node_ip = ray_adapter.node_ip()
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == node_ip for address in addresses):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
 class RankLink:
-    """A rank's end: a thread that sends what `observe` is given and sets `stop` when the driver asks for it."""
+    """A rank's end: its thread sends what `observe` is given, and sets `stop` when the driver asks for it."""
 
     def __init__(self, keys: Keys, rank: int, stop: StopSignal):
         self._keys = keys
@@ -118,7 +135,10 @@ class RankLink:
 
 
 class DriverLink:
-    """The driver's end. `poll` and `drain` hand out rank 0's records in order; one thread at a time may call them."""
+    """The driver's end: hands out rank 0's records in order, to one thread at a time.
+
+    training: the current group has begun to train, so that a stop has something to save.
+    """
 
     def __init__(self, prefix: str, on_record: Callable[[dict], None]):
         self._prefix = prefix

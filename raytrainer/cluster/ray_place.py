@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankPlace:
-    """A rank and the process that Ray gave it. gpu_ids: the cards that Ray reserved for it, as Ray names them."""
+    """A rank and the process that Ray gave it. gpu_ids: the cards that Ray reserved for it."""
 
     rank: int
     world_size: int
@@ -52,9 +52,10 @@ def rank_environments(places: Sequence[RankPlace], attempt: int) -> list[dict[st
 
 
 def visible_gpus(place: RankPlace, places: Sequence[RankPlace]) -> list[str]:
-    """The cards that rank `place` sees. With one card a rank it sees its whole node's, so that cuda:LOCAL_RANK is
+    """The cards that rank `place` sees; none where it asked for none.
 
-    its own and ranks can reach each other's memory; else its own alone; none where it asked for none.
+    With one card a rank it sees all of its node's ranks, so that cuda:LOCAL_RANK is its own and ranks can
+    reach each other's memory; otherwise its own alone.
     """
     if len(place.gpu_ids) != 1:
         return list(place.gpu_ids)

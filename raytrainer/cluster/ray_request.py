@@ -1,4 +1,4 @@
-"""What a run asks of a Ray cluster, and whether the cluster could ever give it; pure, knows nothing of Ray."""
+"""What a run asks of a Ray cluster, and whether that could ever give it; pure, knows nothing of Ray."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class WorkerRequest:
 
 
 def plan_request(scaling: Any, nodes: Sequence[NodeCapacity]) -> WorkerRequest:
-    """The config's `scaling` section as a request; `gpus_per_worker: auto` is 1 where the cluster has GPUs."""
+    """The config's `scaling` as a request; `gpus_per_worker: auto` is 1 where the cluster has GPUs."""
     gpus = scaling.gpus_per_worker
     if gpus == "auto":
         gpus = 1 if any(node.resources.get("GPU", 0) > 0 for node in nodes) else 0
@@ -157,7 +157,8 @@ def _advice(request: WorkerRequest, nodes: Sequence[NodeCapacity], num_fitting: 
             key = {"CPU": "cpus_per_worker", "GPU": "gpus_per_worker"}.get(
                 name, f"resources_per_worker.{name}"
             )
-            return f"no node has that much {name}: write scaling.{key}: {_amount(name, most, plain=True)} or less"
+            value = _amount(name, most, plain=True)
+            return f"no node has that much {name}: write scaling.{key}: {value} or less"
     return "no single node has all of it: ask for less per worker"
 
 

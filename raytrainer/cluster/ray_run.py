@@ -5,12 +5,14 @@ All of Ray is used on one thread of its own, so that the caller's thread stays f
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from raytrainer.cluster.outcome import Outcome, RankFailure, to_error
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from raytrainer.cluster.ray_adapter import Session
     from raytrainer.cluster.ray_link import DriverLink
 
+# Those with which the private names in `ray_adapter` and `ray_train` were tried.
+TRIED_RAY_VERSIONS = ("2.60.0",)
 # Imported by each worker while the others start.
 PRELOAD = ["torch", "raytrainer.cluster.ray_link", "raytrainer.cluster.worker"]
 # How often the driver fetches records and looks for a request to stop.
@@ -47,7 +51,7 @@ def run_on_ray(
     verbose: bool,
     committed_step: Callable[[], int | None],
 ) -> Outcome:
-    """Runs `scaling.num_workers` ranks until they finish, stop or fail for good; no process of theirs is left.
+    """Runs `scaling.num_workers` ranks until they finish, stop or fail; no process of theirs is left.
 
     payload: see `worker.run_rank`. scaling, ray_settings: the config's sections `scaling` and `ray`.
     on_record: called in this thread or Ray's, one at a time, with each record of rank 0, with a
@@ -176,6 +180,8 @@ class _Run:
                 self._over = True
                 self._link = self._control = None
                 session.close()
+        except ImportError as error:
+            self._error = _explain_missing(error)
         except BaseException as error:  # raised again in the caller's thread
             self._error = error
         finally:
@@ -274,6 +280,8 @@ class _Run:
 
 def open_session(settings: Any, storage_path: str, verbose: bool) -> Session:
     """A connection to the cluster that the settings name, else to RAY_ADDRESS, else to a Ray started here."""
+    from ray.exceptions import AuthenticationError
+
     from raytrainer.cluster import ray_adapter
 
     address = settings.address or os.environ.get("RAY_ADDRESS") or "local"
@@ -286,7 +294,8 @@ def open_session(settings: Any, storage_path: str, verbose: bool) -> Session:
     where = "ray.address" if settings.address else "RAY_ADDRESS"
     if "://" in address:
         raise UsageError(
-            f"{where} = {address}\n  only the address of the cluster itself works here, not Ray Client or a dashboard\n"
+            f"{where} = {address}\n"
+            "  only the address of the cluster itself works here, not Ray Client or a dashboard\n"
             "  write host:port of the head node (by default port 6379), or auto on a machine of the cluster"
         )
     try:
@@ -299,7 +308,7 @@ def open_session(settings: Any, storage_path: str, verbose: bool) -> Session:
         session = ray_adapter.connect(address, init, runtime_env, verbose)
         session.ships_files = True
         return session
-    except ray_adapter.AuthenticationError as error:
+    except AuthenticationError as error:
         raise UsageError(
             f"{where} = {address}\n  the cluster wants a token, and none that it accepts was found\n"
             "  put it into ~/.ray/auth_token or RAY_AUTH_TOKEN, and set RAY_AUTH_MODE=token"
@@ -307,12 +316,12 @@ def open_session(settings: Any, storage_path: str, verbose: bool) -> Session:
     except (OSError, ValueError) as error:
         raise UsageError(
             f"{where} = {address}\n  no Ray cluster answers there ({error})\n"
-            "  start one with `ray start --head`, correct the address, or leave it out for a Ray of the run's own"
+            "  start one with `ray start --head`, correct it, or leave it out for a Ray of the run's own"
         ) from error
 
 
 def shipped_directory(directory: str, storage_path: str, runtime_env: dict[str, Any]) -> dict[str, Any]:
-    """The part of a runtime_env that brings `directory` to other machines, without the runs that lie in it."""
+    """What a runtime_env needs to bring `directory` to other machines, without the runs in it."""
     excludes = [*runtime_env.get("excludes", []), *EXCLUDED]
     relative = os.path.relpath(os.path.abspath(storage_path), directory)
     if "://" not in storage_path and not relative.startswith("..") and relative != ".":
@@ -326,4 +335,20 @@ def _describe_wait(request: WorkerRequest) -> str:
 
 
 def _import_ray_train() -> None:
-    from raytrainer.cluster import ray_train  # noqa: F401
+    # What is missing is reported where it is needed.
+    with contextlib.suppress(ImportError):
+        from raytrainer.cluster import ray_train  # noqa: F401
+
+
+def _explain_missing(error: ImportError) -> Exception:
+    if not (error.name or "").startswith("ray.") and error.name != "ray":
+        return error
+    try:
+        version = metadata.version("ray")
+    except metadata.PackageNotFoundError:
+        version = "not installed"
+    return UsageError(
+        f"Ray ({version}) lacks {error.name}: {error}\n"
+        f"  raytrainer was tried with Ray {', '.join(TRIED_RAY_VERSIONS)}\n"
+        f"  pip install 'ray[default,train]=={TRIED_RAY_VERSIONS[-1]}', or use --local, which needs no Ray"
+    )

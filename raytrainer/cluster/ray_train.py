@@ -287,7 +287,7 @@ class DecidedFailurePolicy(FailurePolicy):
 
 
 class LeanTrainer(DataParallelTrainer):
-    """Ray Train's trainer for ranks of ours. payload: what every rank is given; decide: whether to start again."""
+    """Ray Train's trainer for ranks of ours. payload: for every rank; decide: whether to start again."""
 
     def __init__(
         self,
@@ -332,7 +332,7 @@ class LeanTrainer(DataParallelTrainer):
 
 
 def set_verbose(verbose: bool) -> None:
-    """Ray Train's own messages, errors included, are shown only with `verbose`: what matters is said by raytrainer."""
+    """Shows Ray Train's own messages, errors included, or none: raytrainer says itself what matters."""
     logging.getLogger("ray.train").setLevel(logging.INFO if verbose else logging.CRITICAL)
 
 

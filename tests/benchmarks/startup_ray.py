@@ -1,9 +1,10 @@
-"""From the command to the first step and to the last process gone: raytrainer on Ray against a bare TorchTrainer.
+"""From the command to the first step and the last process gone: on Ray, against a bare TorchTrainer.
 
     python tests/benchmarks/startup_ray.py [--pairs 3]
 
-Both train the same tiny model on two CPU workers, interleaved. CPU seconds are those of the whole process tree, from
-the processes' own counters, sampled until they end; they say more than wall time on a busy machine.
+Both train the same tiny model on two CPU workers, interleaved. CPU seconds are those of the whole process
+tree, from the processes' own counters, sampled until they end; they say more than wall time on a busy
+machine.
 """
 
 from __future__ import annotations
@@ -49,16 +50,11 @@ TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=2)).fit()
 """
 
 OURS = """
-from raytrainer.cluster.ray_run import run_on_ray
-from raytrainer.cluster.signals import StopSignal
-from raytrainer.config.connection import RaySection
-from raytrainer.config.scaling import ScalingSection
-import os
-run_on_ray(
-    {"entry": "startup_entry:entry", "import_paths": [os.getcwd()]}, ScalingSection(num_workers=2), RaySection(),
-    on_record=print, stop=StopSignal(), max_failures=0, storage_path="runs", name="startup", verbose=False,
-    committed_step=lambda: None,
-)
+    from raytrainer.cluster.ray_run import run_on_ray from raytrainer.cluster.signals import StopSignal from
+    raytrainer.config.connection import RaySection from raytrainer.config.scaling import ScalingSection import
+    os run_on_ray( {"entry": "startup_entry:entry", "import_paths": [os.getcwd()]},
+    ScalingSection(num_workers=2), RaySection(), on_record=print, stop=StopSignal(), max_failures=0,
+    storage_path="runs", name="startup", verbose=False, committed_step=lambda: None, )
 """
 
 ENTRY = """
@@ -75,7 +71,7 @@ def entry(payload, process, observer, stop):
 
 
 def measure(script: str, folder: Path) -> dict[str, float]:
-    """Seconds to the first step, to the exit of the last process, from the last step to it, and of CPU time."""
+    """Seconds: to the first step, to the last exit, from the last step to that, and of CPU time."""
     marker = folder / "first_step"
     tag = f"startup-{time.time_ns()}"
     environment = {
