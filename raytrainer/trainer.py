@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from raytrainer import build, checkpoint, loggers
-from raytrainer.config import difference
 from raytrainer.data import EvalBatches, build_loader, mix_seed
 from raytrainer.distributed import Process, broadcast_object
 from raytrainer.errors import NonFiniteLossError, ResumeError
@@ -26,6 +25,7 @@ from raytrainer.evaluation import evaluate
 from raytrainer.manifest import FOLDER, MODEL_FILE, TRAINING_FILE, folder_name
 from raytrainer.policy import DuePolicy, improves
 from raytrainer.result import Result
+from raytrainer.resume import DATA_LENGTH, check_same_meaning, continued, finished_result
 from raytrainer.rundir import RunDirectory
 from raytrainer.state import TrainState
 from raytrainer.step import GradientStep, VoteReader, refuse_communicating_modules
@@ -108,9 +108,11 @@ class Trainer:
         opened = RunDirectory.open(self.config) if self.process.is_first else None
         with opened or contextlib.nullcontext():
             address = broadcast_object(opened and (opened.root, opened.token), self.process.world_size)
+            run_dir = opened or RunDirectory(*address)
+            self.config = continued(self.config, run_dir)
             if opened is not None:
                 opened.write_description(self.config)
-            yield opened or RunDirectory(*address)
+            yield run_dir
 
     def _set_up(self, device: torch.device) -> None:
         config, process = self.config, self.process
@@ -132,7 +134,7 @@ class Trainer:
         ema = config.training.ema
         self.state = TrainState(model, task, optimizers, schedules, scaler, ema and ema.decay)
         self.metrics = build.build_metrics(config, device) if self.data.eval is not None else {}
-        self._meaning = {**config.meaning(), "data.train.length": len(self.data.train)}
+        self._meaning = {**config.meaning(), DATA_LENGTH: len(self.data.train)}
         self._resume()
         if config.training.compile:
             options = config.training.compile if isinstance(config.training.compile, dict) else {}
@@ -203,13 +205,7 @@ class Trainer:
         info = broadcast_object(info, self.process.world_size)
         if info is None:
             return
-        changed = difference(info.meaning, self._meaning)
-        if changed:
-            raise ResumeError(
-                f"{self._run_dir.root} was begun with another config:\n"
-                + "\n".join(f"  {line}" for line in changed)
-                + "\n  give this run another name (name=...), or start over with --fresh, which keeps the old directory"
-            )
+        check_same_meaning(self._run_dir.root, info.meaning, self._meaning)
         if not self.process.is_first:
             names = (MODEL_FILE, TRAINING_FILE)
             latest = (info, *checkpoint.load_files(storage, f"{FOLDER}/{info.name}", info, names))
@@ -502,6 +498,7 @@ class Trainer:
             state_sha256=state,
             wall_s=round(time.time() - self._started_at, 3),
             time_to_first_step_s=self._first_step_at and round(self._first_step_at - self._started_at, 3),
+            target=self.config.training.target,
             checkpoint=f"{FOLDER}/{folder_name(progress.step)}" if progress.step else None,
             run_dir=self._run_dir.root,
         )
