@@ -356,6 +356,8 @@ class Hanging(Noisy):
         return index
 
 
+# The same handler may raise inside a __del__, where Python can only warn.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     ("dataset", "timeout_s", "message"),
     [(Dying(), 0, "num_workers"), (Exiting(), 0, "exited|killed"), (Hanging(), 0.2, "0.2 s .*timeout_s")],
