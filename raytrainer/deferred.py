@@ -28,8 +28,13 @@ def defer_compiler() -> bool:
     for owner in (torch.optim.Optimizer, torch.nn.parallel.DistributedDataParallel):
         for function in list(vars(owner).values()):
             _mark_as_untraced(function)
-    utils = _Deferred(f"{_NAME}.utils", get_optimize_ddp_mode=lambda: _DDP_DEFAULT_MODE)
-    torch._dynamo = sys.modules[_NAME] = _Deferred(
+    utils = _Deferred(
+        f"{_NAME}.utils",
+        get_optimize_ddp_mode=lambda: _DDP_DEFAULT_MODE,
+        # Imported by torchvision, which torchmetrics imports; called for some operators only.
+        is_compile_supported=lambda device_type: _load(f"{_NAME}.utils").is_compile_supported(device_type),
+    )
+    torch._dynamo = _Deferred(
         _NAME,
         utils=utils,
         # Outside a trace a graph break is nothing; optimizers ask for two in each step.
@@ -37,6 +42,7 @@ def defer_compiler() -> bool:
         # A cache that is not there yet; init_process_group clears it.
         trace_rules=_Deferred(f"{_NAME}.trace_rules", clear_lru_cache=lambda: None),
     )
+    sys.modules.update({_NAME: torch._dynamo, utils.__name__: utils})
     return True
 
 
@@ -48,12 +54,20 @@ class _Deferred(ModuleType):
         vars(self).update(known)
 
     def __getattr__(self, name: str) -> Any:
-        # The import system asks for __path__ to load a submodule; who looks at all modules asks for more.
-        if name.startswith("__") and name != "__path__":
+        # The import system asks a package for its __path__; who looks at all modules asks for more.
+        if name.startswith("__") and not (name == "__path__" and self.__name__ == _NAME):
             raise AttributeError(name)
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__], torch._dynamo
-        return getattr(importlib.import_module(self.__name__), name)
+        return getattr(_load(self.__name__), name)
+
+
+def _load(name: str) -> ModuleType:
+    """The real module `name`; from here on no stand-in is found any more."""
+    if isinstance(vars(torch).get("_dynamo"), _Deferred):
+        del torch._dynamo
+    for known in (_NAME, f"{_NAME}.utils"):
+        if isinstance(sys.modules.get(known), _Deferred):
+            del sys.modules[known]
+    return importlib.import_module(name)
 
 
 def _mark_as_untraced(function: Any) -> None:

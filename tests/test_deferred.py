@@ -16,6 +16,7 @@ if {deferred}:
     assert defer_compiler()
 warnings.simplefilter("ignore")
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+import torchmetrics.classification, torchvision
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 torch.manual_seed(0)
@@ -66,10 +67,14 @@ import sys
 import torch
 from raytrainer.deferred import defer_compiler
 assert defer_compiler()
+import torchvision
+assert "sympy" not in sys.modules
 import torch._dynamo.config as config
 assert config.optimize_ddp is True
 torch._dynamo.reset()
 assert torch._dynamo.utils.counters is sys.modules["torch._dynamo.utils"].counters
+from torchvision.ops.roi_align import is_compile_supported
+assert is_compile_supported("cpu") is torch._dynamo.utils.is_compile_supported("cpu")
 print("reached")
 """
 
