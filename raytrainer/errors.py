@@ -8,6 +8,7 @@
     │   ├── ResumeError                 a run directory or checkpoint that does not fit the config
     │   └── ClusterRequestError         more than the cluster can ever give
     └── TrainingError               1   the run started and failed
+        ├── SampleError                 a sample that cannot be loaded, or has a label outside the classes
         ├── NonFiniteLossError          NaN or infinity where the config says stop
         ├── WorkerError                 an exception in one rank's user code
         ├── WorkerLostError             a rank's process died
@@ -75,7 +76,7 @@ class TargetError(UsageError):
 
 
 class DataError(UsageError):
-    """A data set that cannot be trained on as it is: empty, iterable-only, labels outside the classes."""
+    """A data set that cannot be trained on as it is: empty, or iterable-only."""
 
 
 class ResumeError(UsageError):
@@ -88,6 +89,10 @@ class ClusterRequestError(UsageError):
 
 class TrainingError(RaytrainerError):
     """The run started and failed."""
+
+
+class SampleError(TrainingError):
+    """A sample, met in training, that cannot be loaded, or has a label outside the classes."""
 
 
 class NonFiniteLossError(TrainingError):

@@ -179,6 +179,7 @@ class GradientStep:
         # A microbatch of unreadable samples alone computes nothing, and DDP would wait for its gradients.
         self._always_explicit = always_explicit or may_lose_samples
         self._may_lose_samples = may_lose_samples
+        self._find_unused_parameters = find_unused_parameters
         self._weighted: bool | None = None
         self._ddp: DistributedDataParallel | None = None
         if process.world_size > 1 and not self._always_explicit:
@@ -238,6 +239,8 @@ class GradientStep:
             sum_gradients(self._parameters if parameters is None else [*parameters, self._module.votes])
         self._buffers.share(self._process.world_size)
         if self._weighted is None:
+            if self._ddp is not None and not explicit and not self._find_unused_parameters:
+                self._refuse_unused_parameters()
             self._agree_on_first_step()
         if self._weighted:
             self._divide_by_weight()
@@ -286,6 +289,22 @@ class GradientStep:
             votes.grad = torch.zeros_like(votes)
             votes.grad[_STOP] = float(stop)
             votes.grad[_SKIPPED] = float(num_skipped)
+
+    def _refuse_unused_parameters(self) -> None:
+        """Without this, DDP would leave out sums in this step without a word, and only complain in the next."""
+        named = self._module.model.named_parameters()
+        unused = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
+        if unused:
+            more = f" and {len(unused) - 4} more" if len(unused) > 4 else ""
+            raise ConfigError(
+                Problem(
+                    "config",
+                    "model",
+                    f"these parameters got no gradient in the first step: {', '.join(unused[:4])}{more}",
+                    fix="freeze them (parameters.freeze), use them in the loss, or write "
+                    "training.find_unused_parameters: true",
+                )
+            )
 
     def _agree_on_first_step(self) -> None:
         """Rank 0, which always has a microbatch, says whether losses come with weights and which buffers change."""
