@@ -187,7 +187,7 @@ def test_samples_of_different_shapes_are_named():
             return torch.zeros(index + 1)
 
     with pytest.raises(
-        DataError, match=r"samples 0, 1, 2 cannot be put into one batch(.|\n)*data\.collate_fn"
+        SampleError, match=r"samples 0, 1, 2 cannot be put into one batch(.|\n)*data\.collate_fn"
     ):
         load_all(Ragged(), EvalBatches(11, 3))
 
