@@ -95,3 +95,31 @@ def schema() -> None:
     from raytrainer.config import json_schema
 
     typer.echo(json.dumps(json_schema(), indent=2))
+
+
+RunDirArgument = Annotated[
+    str, typer.Argument(metavar="RUN_DIR", help="<storage_path>/<name>, as in runs/mnist.")
+]
+CheckpointOption = Annotated[
+    str, typer.Option("--checkpoint", metavar="best|last|step_XXXXXXXX", help="Which checkpoint to take.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command("eval")
+def evaluate(
+    run_dir: RunDirArgument,
+    config_and_overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG] [KEY=VALUE]...",
+            help="A YAML file in place of the run's own config; values in place of the config's.",
+        ),
+    ] = None,
+    checkpoint: CheckpointOption = "best",
+    as_json: JsonOption = False,
+) -> None:
+    """Evaluate a checkpoint of RUN_DIR on the evaluation data, in this process."""
+    from raytrainer.reports import evaluation_report
+
+    typer.echo(evaluation_report(run_dir, config_and_overrides or [], checkpoint, as_json))

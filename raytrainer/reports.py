@@ -1,0 +1,52 @@
+"""What the commands that come after training print: `eval`, `predict`, `export`."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from raytrainer.errors import UsageError
+from raytrainer.finished import FinishedRun, open_run
+from raytrainer.table import as_table
+
+
+def evaluation_report(run_dir: str, arguments: list[str], checkpoint: str, as_json: bool) -> str:
+    """Evaluates. arguments: at most one config file, and overrides."""
+    config, overrides = _split(arguments)
+    run = open_run(run_dir, config=config, overrides=overrides, checkpoint=checkpoint)
+    values = run.evaluate()
+    if as_json:
+        return json.dumps({**_origin(run), "metrics": values}, indent=2)
+    # Those of the training are comparable only where nothing was changed.
+    trained = {} if arguments else run.trained_metrics
+    head = ["metric", "value", *(["in training"] if trained else [])]
+    rows = [
+        [name, f"{value:.6g}", *([f"{trained[name]:.6g}" if name in trained else "-"] if trained else [])]
+        for name, value in values.items()
+    ]
+    return f"{_title(run)}\n{as_table(head, rows)}"
+
+
+def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
+    files = [text for text in arguments if "=" not in text or os.path.isfile(text)]
+    if len(files) > 1:
+        raise UsageError(
+            f"{files[1]}: one config file at most, and overrides as KEY=VALUE: data.eval.split=train"
+        )
+    return (files[0] if files else None), [text for text in arguments if text not in files]
+
+
+def _origin(run: FinishedRun) -> dict[str, object]:
+    info = run.checkpoint
+    return {
+        "run_dir": run.root,
+        "checkpoint": info.name,
+        "step": info.step,
+        "epoch": info.epoch,
+        "ema": run.uses_ema,
+    }
+
+
+def _title(run: FinishedRun) -> str:
+    average = ", moving average of the weights" if run.uses_ema else ""
+    return f"{run.root}: {run.checkpoint.name} (epoch {run.checkpoint.epoch}{average})"
