@@ -123,3 +123,17 @@ def evaluate(
     from raytrainer.reports import evaluation_report
 
     typer.echo(evaluation_report(run_dir, config_and_overrides or [], checkpoint, as_json))
+
+
+@app.command()
+def predict(
+    run_dir: RunDirArgument,
+    files: Annotated[list[str], typer.Argument(metavar="FILES...", help="Image files.")],
+    checkpoint: CheckpointOption = "best",
+    top_k: Annotated[int, typer.Option("--top-k", min=1, help="Classes to show for each file.")] = 3,
+    as_json: JsonOption = False,
+) -> int:
+    """Predict the classes of image files, prepared as the evaluation data is."""
+    from raytrainer.reports import print_predictions
+
+    return print_predictions(run_dir, files, checkpoint, top_k, as_json)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 
 from raytrainer.errors import UsageError
 from raytrainer.finished import FinishedRun, open_run
+from raytrainer.predict import ImagePredictor, Prediction
 from raytrainer.table import as_table
 
 
@@ -25,6 +27,30 @@ def evaluation_report(run_dir: str, arguments: list[str], checkpoint: str, as_js
         for name, value in values.items()
     ]
     return f"{_title(run)}\n{as_table(head, rows)}"
+
+
+def print_predictions(run_dir: str, files: list[str], checkpoint: str, top_k: int, as_json: bool) -> int:
+    """Predicts and prints, file by file; returns the exit code: 1 when some file could not be read."""
+    predictor = ImagePredictor(open_run(run_dir, checkpoint=checkpoint))
+    width = max(len(file) for file in files)
+    predictions: list[Prediction] = []
+    for prediction in predictor(files, top_k):
+        predictions.append(prediction)
+        if prediction.error is not None:
+            print(f"error: {prediction.file}: {prediction.error}", file=sys.stderr)
+        elif not as_json:
+            answers = "   ".join(f"{name} {probability:.1%}" for name, probability in prediction.classes)
+            print(f"{prediction.file.ljust(width)}  {answers}")
+    if as_json:
+        print(json.dumps([_as_mapping(prediction) for prediction in predictions], indent=2))
+    return 1 if any(prediction.error is not None for prediction in predictions) else 0
+
+
+def _as_mapping(prediction: Prediction) -> dict[str, object]:
+    if prediction.error is not None:
+        return {"file": prediction.file, "error": prediction.error}
+    classes = [{"class": name, "probability": value} for name, value in prediction.classes]
+    return {"file": prediction.file, "predictions": classes}
 
 
 def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
