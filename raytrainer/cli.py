@@ -137,3 +137,18 @@ def predict(
     from raytrainer.reports import print_predictions
 
     return print_predictions(run_dir, files, checkpoint, top_k, as_json)
+
+
+@app.command()
+def export(
+    run_dir: RunDirArgument,
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write to.")],
+    checkpoint: CheckpointOption = "best",
+    format: Annotated[
+        str, typer.Option("--format", metavar="safetensors|torch-export|both", help="What to write.")
+    ] = "both",
+) -> None:
+    """Write the model to OUT, to be loaded without raytrainer."""
+    from raytrainer.reports import export_report
+
+    typer.echo(export_report(run_dir, out, checkpoint, format))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from raytrainer import build
-from raytrainer.config import add_importable, callable_from, load_config
+from raytrainer.config import add_importable, callable_from, instantiate, load_config
 from raytrainer.data import EvalBatches, build_loader
 from raytrainer.distributed import Process
 from raytrainer.errors import CheckpointError, ConfigError, Problem, ResumeError, UsageError
@@ -43,10 +43,10 @@ _AUTOCAST = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
 @dataclass
 class FinishedRun:
-    """A run's model as one of its checkpoints has it, in eval mode on `device`; the task's `model` is this one.
+    """A run's model as one of its checkpoints has it, in eval mode on `device`; the task's `model` is this.
 
     root: the run directory; checkpoint: which one; uses_ema: whether the weights are the moving average;
-    trained_metrics: the numbers that the training's own evaluation of this very checkpoint gave, if it had one.
+    trained_metrics: the numbers that the training's own evaluation of this very checkpoint gave, if any.
     """
 
     root: str
@@ -87,6 +87,13 @@ class FinishedRun:
         values = evaluate(self.model, self.task, loaded, metrics, Process(), self.device, self.autocast)
         return {f"eval/{name}": value for name, value in values.items()}
 
+    def example_data(self) -> tuple[Any, str]:
+        """The data set that shows what the model takes, and its key: of evaluation, else of training."""
+        data = build.build_eval_data(self.config)
+        if data is not None:
+            return data, "data.eval"
+        return instantiate(self.config.data.train, at="data.train"), "data.train"
+
     def _compute_as_in_training(self) -> None:
         """A compiled model, or one in TF32, rounds differently."""
         training = self.config.training
@@ -111,10 +118,10 @@ def open_run(
 ) -> FinishedRun:
     """Opens a run directory, whether the run has ended or goes on.
 
-    config: in place of the stored one. checkpoint: "best" (by `checkpoint.monitor`, else the newest), "last" or
-    a name such as step_00000120. device: by default where the training would run.
-    Raises UsageError when there is no such run directory or checkpoint, CheckpointError when there is none yet
-    or it is damaged, ResumeError when it is another model's.
+    config: in place of the stored one. checkpoint: "best" (by `checkpoint.monitor`, else the newest), "last"
+    or a name such as step_00000120. device: by default where the training would run.
+    Raises UsageError when there is no such run directory or checkpoint, CheckpointError when there is none
+    yet or it is damaged, ResumeError when it is another model's.
     """
     storage = _find(os.fspath(run_dir))
     loaded = _load_config(storage, config, overrides)

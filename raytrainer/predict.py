@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raytrainer import build
-from raytrainer.config import instantiate
 from raytrainer.data import class_names, image_preparation
 from raytrainer.errors import DataError
 from raytrainer.finished import FinishedRun
@@ -35,10 +33,7 @@ class ImagePredictor:
 
     def __init__(self, run: FinishedRun):
         self._run = run
-        self._where = "data.eval" if run.config.data.eval is not None else "data.train"
-        self._dataset: Any = build.build_eval_data(run.config)
-        if self._dataset is None:
-            self._dataset = instantiate(run.config.data.train, at="data.train")
+        self._dataset, self._where = run.example_data()
         self._prepare: Callable[[Any], Tensor] = image_preparation(self._dataset, self._where)
         self._names = class_names(self._dataset)
 
@@ -116,7 +111,8 @@ class ImagePredictor:
             found = f"a tensor {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
             raise DataError(
                 f"the model gave {found} for {len(inputs)} images\n"
-                "  predictions are made from class scores [N, C], C at least 2; a task's predict_step can give them"
+                "  predictions are made from class scores [N, C], C at least 2; "
+                "a task's predict_step can give them"
             )
         return scores.float().softmax(1).cpu()
 

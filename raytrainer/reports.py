@@ -6,7 +6,10 @@ import json
 import os
 import sys
 
+import torch
+
 from raytrainer.errors import UsageError
+from raytrainer.export import FORMATS, export_model
 from raytrainer.finished import FinishedRun, open_run
 from raytrainer.predict import ImagePredictor, Prediction
 from raytrainer.table import as_table
@@ -44,6 +47,15 @@ def print_predictions(run_dir: str, files: list[str], checkpoint: str, top_k: in
     if as_json:
         print(json.dumps([_as_mapping(prediction) for prediction in predictions], indent=2))
     return 1 if any(prediction.error is not None for prediction in predictions) else 0
+
+
+def export_report(run_dir: str, out: str, checkpoint: str, format: str) -> str:
+    """Exports; returns what was written."""
+    if format not in FORMATS:
+        raise UsageError(f"--format {format}\n  it is one of: {', '.join(FORMATS)}")
+    run = open_run(run_dir, checkpoint=checkpoint, device=torch.device("cpu"))
+    written = export_model(run, out, format)
+    return "\n".join([_title(run), *(f"  {path}" for path in written)])
 
 
 def _as_mapping(prediction: Prediction) -> dict[str, object]:

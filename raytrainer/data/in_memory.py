@@ -75,7 +75,7 @@ class InMemoryImages(Dataset):
         return images.to(torch.float32).mul_(self._scale).add_(self._offset).unsqueeze_(1)
 
     def prepare_image(self, image: Image) -> Tensor:
-        """Any PIL image as an input of the model, float32 [1, H, W]: grey, resized, normalised; not augmented."""
+        """Any PIL image as an input of the model, float32 [1, H, W]: grey, resized, normalised."""
         return self._normalised(grey_pixels(image, *self.images.shape[1:]).unsqueeze(0))[0]
 
     def preprocessing(self) -> dict[str, Any]:

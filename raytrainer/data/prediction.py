@@ -2,12 +2,12 @@
 
 A data set may have
 
-    def prepare_image(self, image: PIL.Image.Image) -> torch.Tensor     # one input, without the batch dimension
-    classes: Sequence[str]                                              # names in the order of the model's outputs
-    def preprocessing(self) -> dict                                     # its numbers, for the metadata of an export
+    def prepare_image(self, image: PIL.Image.Image) -> torch.Tensor   one input, without the batch dimension
+    classes: Sequence[str]                                            names, in the order of the model's outputs
+    def preprocessing(self) -> dict                                   its numbers, for the metadata of an export
 
-`prepare_image` does to any image what `__getitem__` does to the evaluation images, without augmentation. The data
-sets of raytrainer that hold images have all three; without `classes` a class is its number.
+`prepare_image` does to any image what `__getitem__` does to the evaluation images, without augmentation. The
+image data sets of raytrainer have all three, but for the names of some; a class without one is its number.
 """
 
 from __future__ import annotations
