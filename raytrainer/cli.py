@@ -152,3 +152,23 @@ def export(
     from raytrainer.reports import export_report
 
     typer.echo(export_report(run_dir, out, checkpoint, format))
+
+
+@app.command()
+def runs(
+    storage_path: Annotated[
+        str, typer.Argument(metavar="[STORAGE_PATH]", help="Where the run directories are.")
+    ] = "runs",
+    as_json: JsonOption = False,
+) -> None:
+    """List the runs under STORAGE_PATH, the latest active first."""
+    from raytrainer import runs as listing
+    from raytrainer.table import as_table
+
+    found = listing.list_runs(storage_path)
+    if as_json:
+        typer.echo(listing.as_json(found))
+    elif not found:
+        typer.echo(f"no runs under {storage_path}")
+    else:
+        typer.echo(as_table(["NAME", "STATUS", "STEPS", "BEST", "TIME", "AGE"], listing.as_rows(found)))

@@ -147,7 +147,7 @@ def _check_same(found: Any, expected: Any) -> None:
 
 
 def _metadata(run: FinishedRun, data: Any, inputs: Tensor | None, files: list[str]) -> dict[str, Any]:
-    """What one needs to know to use the files, and where they come from; values of the environment stay out."""
+    """What one needs to know to use the files, and where they come from; no value of the environment."""
     model = parse_value(run.config.stored_yaml())["model"]
     described = None
     if inputs is not None:

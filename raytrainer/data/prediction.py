@@ -2,9 +2,9 @@
 
 A data set may have
 
-    def prepare_image(self, image: PIL.Image.Image) -> torch.Tensor   one input, without the batch dimension
-    classes: Sequence[str]                                            names, in the order of the model's outputs
-    def preprocessing(self) -> dict                                   its numbers, for the metadata of an export
+    def prepare_image(self, image: PIL.Image.Image) -> torch.Tensor: one input, without the batch dimension
+    def preprocessing(self) -> dict: the numbers of that, for the metadata of an export
+    classes: Sequence[str], names in the order of the model's outputs
 
 `prepare_image` does to any image what `__getitem__` does to the evaluation images, without augmentation. The
 image data sets of raytrainer have all three, but for the names of some; a class without one is its number.
