@@ -172,3 +172,15 @@ def runs(
         typer.echo(f"no runs under {storage_path}")
     else:
         typer.echo(as_table(["NAME", "STATUS", "STEPS", "BEST", "TIME", "AGE"], listing.as_rows(found)))
+
+
+@app.command()
+def init(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The folder to create, and the run's name.")],
+) -> None:
+    """Create a project folder: a config, a model and its data, a test."""
+    from raytrainer.new_project import create_project
+
+    for path in create_project(name):
+        typer.echo(f"created {path}")
+    typer.echo(f"next: cd {name} && raytrainer run config.yaml")
