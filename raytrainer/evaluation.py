@@ -40,6 +40,7 @@ def evaluate(
         for loaded in batches:
             if loaded.num_samples == 0:
                 continue
+            task.indices = loaded.indices
             output = task.evaluation_step(loaded.batch)
             if not isinstance(output, EvaluationOutput):
                 raise TypeError(

@@ -60,6 +60,7 @@ class VotingStep(nn.Module):
         keywords: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(this microbatch's part of the mean loss times factor, a term whose gradient is the votes)."""
+        self.task.indices = loaded.indices
         output = self.last_output = as_step_output(self.task.training_step(loaded.batch, **keywords))
         share = (loaded.num_samples if output.weight is None else output.weight) * (factor / num_step_samples)
         loss = output.loss * share

@@ -86,7 +86,11 @@ class Trainer:
         gpus = self.config.scaling.gpus_per_worker
         device = self.process.device(None if gpus == "auto" else gpus > 0)
         standalone = self._run_dir is None
-        with self.process.join(device), self._directory() as self._run_dir:
+        with (
+            self.process.join(device),
+            self._directory() as self._run_dir,
+            contextlib.ExitStack() as self._loaders,
+        ):
             self._set_up(device)
             try:
                 status = self._run()
@@ -175,6 +179,7 @@ class Trainer:
         )
         self._votes = VoteReader(device, lag=0 if config.training.on_nan == "skip" else 2)
         self._loader = self._build_loader(self.data.train, self.sampler, "data.train")
+        self._eval_loader: Any = None
         self._timer = StepTimer()
         self._due = DuePolicy.from_config(config)
         self._last_saved, self._last_save_at = self._place(), time.monotonic()
@@ -183,7 +188,7 @@ class Trainer:
 
     def _build_loader(self, dataset: Any, sampler: Any, where: str) -> Any:
         config = self.config
-        return build_loader(
+        loader = build_loader(
             dataset,
             sampler,
             config.data.loader,
@@ -193,6 +198,8 @@ class Trainer:
             device_type=self.device.type,
             where=where,
         )
+        self._loaders.callback(loader.close)
+        return loader
 
     def _open_sinks(self) -> None:
         config, run_dir = self.config, self._run_dir
@@ -388,7 +395,10 @@ class Trainer:
     def _advance_schedules(self, interval: str, value: float | None = None) -> None:
         for schedule in self.state.schedules.values():
             if schedule.interval == interval:
-                schedule.scheduler.step(*(() if value is None else (value,)))
+                with warnings.catch_warnings():
+                    # True of this process alone, when the run was resumed right after an epoch's last step.
+                    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+                    schedule.scheduler.step(*(() if value is None else (value,)))
 
     def _evaluate(self) -> bool:
         """Evaluates and notes the result; returns whether the monitored value is the best so far."""
@@ -426,16 +436,17 @@ class Trainer:
 
     def _evaluate_model(self) -> dict[str, float]:
         task, process = self.state.task, self.process
-        size = self.config.eval.batch_size or self.config.data.micro_batch_size
-        batches = EvalBatches(len(self.data.eval), size, process.rank, process.world_size)
-        loader = self._build_loader(self.data.eval, batches, "data.eval")
+        if self._eval_loader is None:
+            size = self.config.eval.batch_size or self.config.data.micro_batch_size
+            batches = EvalBatches(len(self.data.eval), size, process.rank, process.world_size)
+            self._eval_loader = self._build_loader(self.data.eval, batches, "data.eval")
         model = self.state.evaluated_model
         task.model, trained = model, task.model
         try:
             return evaluate(
                 model,
                 task,
-                ahead_of_use(iter(loader), self.device),
+                ahead_of_use(iter(self._eval_loader), self.device),
                 self.metrics,
                 process,
                 self.device,

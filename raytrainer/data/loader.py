@@ -5,6 +5,7 @@ What a microbatch holds depends on the seed and its place in the run alone, not 
 
 from __future__ import annotations
 
+import multiprocessing.connection
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,10 +17,10 @@ import torch
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from raytrainer.data.checks import answers_whole_batches, inspect_dataset, root_sample, sample_name
-from raytrainer.data.loader_process import exit_with_parent, explain_loader_error
+from raytrainer.data.loader_process import exit_with_parent, explain_loader_error, lost_loader_worker
 from raytrainer.data.order import MICROBATCH_STREAM, SAMPLE_STREAM, mix_seed
 from raytrainer.data.sampler import Microbatch
-from raytrainer.errors import DataError
+from raytrainer.errors import DataError, RaytrainerError
 
 # Faults in the data set's code, or of the machine: never a bad sample, so `skip` does not hide them.
 NEVER_SKIPPED = (MemoryError, NameError, ImportError, NotImplementedError)
@@ -258,12 +259,36 @@ class _Iterator:
             explained = explain_loader_error(error)
             if explained is None:
                 raise
-            self._loader.close()
+            self._close_after_loss()
+            raise explained from error
+        except (OSError, EOFError) as error:
+            # What the data set raises comes as a _Failure: this is a broken connection to a loader worker.
+            explained = self._cause_of_broken_connection(error)
+            self._close_after_loss()
             raise explained from error
         if isinstance(loaded, _Failure):
             self._loader.close()
             raise DataError(loaded.message)
         return loaded
+
+    def _cause_of_broken_connection(self, error: Exception) -> RaytrainerError:
+        workers = getattr(self._batches, "_workers", ())
+        try:
+            # The connection breaks just before the process is gone; torch's SIGCHLD handler tells why.
+            multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=5)
+        except RuntimeError as cause:
+            explained = explain_loader_error(cause)
+            if explained is not None:
+                return explained
+        return lost_loader_worker(f"a loader worker broke off ({type(error).__name__}: {error})")
+
+    def _close_after_loss(self) -> None:
+        try:
+            self._loader.close()
+        except RuntimeError as error:
+            # torch's SIGCHLD handler may speak up a second time, about the same death.
+            if explain_loader_error(error) is None:
+                raise
 
 
 def build_loader(
