@@ -7,6 +7,7 @@
     │   ├── DataError                   a data set that cannot be trained on as it is
     │   ├── ResumeError                 a run directory or checkpoint that does not fit the config
     │   └── ClusterRequestError         more than the cluster can ever give
+    ├── ExportError                 1   a model that cannot be written in the format asked for
     └── TrainingError               1   the run started and failed
         ├── SampleError                 a sample that cannot be loaded, or has a label outside the classes
         ├── NonFiniteLossError          NaN or infinity where the config says stop
@@ -85,6 +86,10 @@ class ResumeError(UsageError):
 
 class ClusterRequestError(UsageError):
     """The config asks for more than the cluster can ever give."""
+
+
+class ExportError(RaytrainerError):
+    """torch.export cannot turn the model into a program; what it can be exported to was written."""
 
 
 class TrainingError(RaytrainerError):
