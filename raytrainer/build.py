@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from torch import nn
 
 from raytrainer import optim
 from raytrainer.checkpoint import read_weights
-from raytrainer.config import callable_from, instantiate, locate
+from raytrainer.config import callable_from, instantiate, takes
 from raytrainer.data import ElasticBatchSampler, inspect_dataset
 from raytrainer.errors import ConfigError, Problem, TargetError
 from raytrainer.evaluation import check_metric
@@ -162,9 +161,8 @@ def build_schedules(
 
 def _with_what_it_takes(target: Any, where: str, *args: Any, **offers: Any) -> Any:
     """Instantiates `target` with those of `offers` that it has a parameter for and that the config leaves open."""
-    if not isinstance(target, dict):
-        return target
-    parameters = inspect.signature(locate(target["_target_"], at=where)).parameters
-    given = {name: value for name, value in offers.items() if name in parameters and name not in target}
+    given_already = target if isinstance(target, dict) else {}
+    given = {
+        name: value for name, value in offers.items() if name not in given_already and takes(target, name)
+    }
     return instantiate(target, *args, at=where, **given)
-

@@ -40,6 +40,7 @@ def evaluate(
         for loaded in batches:
             if loaded.num_samples == 0:
                 continue
+            task.indices = loaded.indices
             output = task.evaluation_step(loaded.batch)
             if not isinstance(output, EvaluationOutput):
                 raise TypeError(
@@ -86,6 +87,8 @@ def _merge(
     for name, metric in metrics.items():
         merged = copy.deepcopy(metric).cpu()
         merged.reset()
+        # The states are here already: a metric must not ask the other ranks for them once more.
+        merged.sync_on_compute = merged._to_sync = False
         for _, states in gathered:
             state, num_updates = states[name]
             if num_updates:
@@ -129,4 +132,9 @@ def check_metric(name: str, metric: Any) -> None:
         raise DataError(
             f"metrics.{name} is a {type(metric).__name__}, not a torchmetrics Metric\n"
             "  a metric must say how its state is merged over ranks; write one as a torchmetrics.Metric"
+        )
+    if not metric._defaults:
+        raise DataError(
+            f"metrics.{name}: a {type(metric).__name__} wraps other metrics and has no state of its own to merge\n"
+            "  give the metrics inside one by one, or average over classes with the metric's own keyword"
         )

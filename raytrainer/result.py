@@ -15,7 +15,7 @@ class Result:
     world_sizes in the order in which they were used; metrics has the last value of each metric and best
     the best checkpoint ({"step", "metric", "value", "checkpoint"}) or None.
     weights_sha256 covers the raw weights, never the EMA; state_sha256 optimizers, schedules, scaler,
-    EMA and position.
+    EMA and position. target: the config's max_epochs and max_steps, which tell a finished run from one to go on with.
     """
 
     status: str
@@ -33,6 +33,7 @@ class Result:
     wall_s: float = 0.0
     time_to_first_step_s: float | None = None
     checkpoint: str | None = None
+    target: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
     run_dir: str | None = None
 

@@ -87,6 +87,7 @@ class RunDirectory:
                 "  two runs cannot share a run directory; wait for that one, or give this one another name: "
                 "name=..."
             ) from None
+        _LOCKS.add(lock)
         os.truncate(lock, 0)
         os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         return lock
@@ -124,9 +125,22 @@ class RunDirectory:
         self.close()
 
 
+_LOCKS: set[int] = set()
+
+
 def _release(lock: int | None) -> None:
     if lock is not None:
+        _LOCKS.discard(lock)
         os.close(lock)
+
+
+def _release_in_child() -> None:
+    """A forked process (a loader worker) must not hold the lock when this one is gone."""
+    while _LOCKS:
+        os.close(_LOCKS.pop())
+
+
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 def _parse_result(content: bytes | None) -> Result | None:

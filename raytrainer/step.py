@@ -7,6 +7,7 @@ parameter of their own ("votes"): every rank learns them in the same step withou
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ class VotingStep(nn.Module):
         keywords: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(this microbatch's part of the mean loss times factor, a term whose gradient is the votes)."""
+        self.task.indices = loaded.indices
         output = self.last_output = as_step_output(self.task.training_step(loaded.batch, **keywords))
         share = (loaded.num_samples if output.weight is None else output.weight) * (factor / num_step_samples)
         loss = output.loss * share
@@ -182,7 +184,7 @@ class GradientStep:
         if process.world_size > 1 and not self._always_explicit:
             self._ddp = DistributedDataParallel(
                 self._module,
-                broadcast_buffers=False,
+                **_without_buffer_broadcast(),
                 gradient_as_bucket_view=True,
                 find_unused_parameters=find_unused_parameters,
             )
@@ -302,6 +304,12 @@ class GradientStep:
         gradients = [p.grad for p in self._parameters if p.grad is not None and p is not votes]
         torch._foreach_mul_(gradients, factor)
         votes.grad[_LOSS] *= factor
+
+
+def _without_buffer_broadcast() -> dict[str, bool]:
+    """DDP's keyword for it, which newer versions of torch have renamed."""
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
 
 
 def refuse_communicating_modules(model: nn.Module, every_rank_always_has_as_many: bool) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from raytrainer.data.checks import label_range_error
 from raytrainer.errors import ConfigError, Problem
 
 
@@ -40,8 +41,8 @@ class EvaluationOutput:
 class Task:
     """Supervised learning on batches of (inputs, targets); subclass it for anything else.
 
-    The trainer sets `model`, `loss` (None when the config has none), `device`, `seed` and `step` (the number of
-    finished steps) before the first call. `model` here is the bare module: the trainer does what several ranks
+    The trainer sets `model`, `loss` (None when the config has none), `device` and `seed` before the first call,
+    `step` (the number of finished steps) and `indices` (the batch's samples in the data set) before each. `model` here is the bare module: the trainer does what several ranks
     need around the call. Both step methods are called once a microbatch, on any rank, so they must not
     communicate; on more than two ranks `training_step` also runs once before the first step with its results
     thrown away. A loss that couples samples (contrastive, say) sees one microbatch.
@@ -52,6 +53,7 @@ class Task:
     device: torch.device = torch.device("cpu")
     seed: int = 0
     step: int = 0
+    indices: Sequence[int] | None = None
 
     def training_step(self, batch: Any) -> torch.Tensor | StepOutput:
         """The mean loss of one microbatch, on the device already. With several optimizers (see
@@ -106,7 +108,19 @@ class Task:
                     fix="write: loss: {_target_: torch.nn.CrossEntropyLoss}",
                 )
             )
-        return self.loss(outputs, targets)
+        try:
+            return self.loss(outputs, targets)
+        except (IndexError, RuntimeError) as error:
+            if _are_class_labels(outputs, targets):
+                wrong_label = label_range_error(targets, outputs.shape[1], self.indices)
+                if wrong_label is not None:
+                    raise wrong_label from error
+            raise
+
+
+def _are_class_labels(outputs: Any, targets: Any) -> bool:
+    tensors = isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)
+    return tensors and outputs.dim() > 1 and targets.dim() > 0 and not targets.is_floating_point()
 
 
 def as_step_output(value: Any) -> StepOutput:

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from raytrainer import build, checkpoint, loggers
-from raytrainer.config import difference
 from raytrainer.data import EvalBatches, build_loader, mix_seed
 from raytrainer.distributed import Process, broadcast_object
 from raytrainer.errors import NonFiniteLossError, ResumeError
@@ -26,6 +25,7 @@ from raytrainer.evaluation import evaluate
 from raytrainer.manifest import FOLDER, MODEL_FILE, TRAINING_FILE, folder_name
 from raytrainer.policy import DuePolicy, improves
 from raytrainer.result import Result
+from raytrainer.resume import DATA_LENGTH, check_same_meaning, continued, finished_result
 from raytrainer.rundir import RunDirectory
 from raytrainer.state import TrainState
 from raytrainer.step import GradientStep, VoteReader, refuse_communicating_modules
@@ -84,7 +84,11 @@ class Trainer:
         """Trains to the end, or to a wish to stop; resumes from the run directory's newest checkpoint."""
         gpus = self.config.scaling.gpus_per_worker
         device = self.process.device(None if gpus == "auto" else gpus > 0)
-        with self.process.join(device), self._directory() as self._run_dir:
+        with (
+            self.process.join(device),
+            self._directory() as self._run_dir,
+            contextlib.ExitStack() as self._loaders,
+        ):
             self._set_up(device)
             try:
                 status = self._run()
@@ -108,9 +112,11 @@ class Trainer:
         opened = RunDirectory.open(self.config) if self.process.is_first else None
         with opened or contextlib.nullcontext():
             address = broadcast_object(opened and (opened.root, opened.token), self.process.world_size)
+            run_dir = opened or RunDirectory(*address)
+            self.config = continued(self.config, run_dir)
             if opened is not None:
                 opened.write_description(self.config)
-            yield opened or RunDirectory(*address)
+            yield run_dir
 
     def _set_up(self, device: torch.device) -> None:
         config, process = self.config, self.process
@@ -132,7 +138,7 @@ class Trainer:
         ema = config.training.ema
         self.state = TrainState(model, task, optimizers, schedules, scaler, ema and ema.decay)
         self.metrics = build.build_metrics(config, device) if self.data.eval is not None else {}
-        self._meaning = {**config.meaning(), "data.train.length": len(self.data.train)}
+        self._meaning = {**config.meaning(), DATA_LENGTH: len(self.data.train)}
         self._resume()
         if config.training.compile:
             options = config.training.compile if isinstance(config.training.compile, dict) else {}
@@ -152,6 +158,7 @@ class Trainer:
         )
         self._votes = VoteReader(device, lag=0 if config.training.on_nan == "skip" else 2)
         self._loader = self._build_loader(self.data.train, self.sampler, "data.train")
+        self._eval_loader: Any = None
         self._timer = StepTimer()
         self._due = DuePolicy.from_config(config)
         self._last_saved, self._last_save_at = self._place(), time.monotonic()
@@ -160,7 +167,7 @@ class Trainer:
 
     def _build_loader(self, dataset: Any, sampler: Any, where: str) -> Any:
         config = self.config
-        return build_loader(
+        loader = build_loader(
             dataset,
             sampler,
             config.data.loader,
@@ -170,6 +177,8 @@ class Trainer:
             device_type=self.device.type,
             where=where,
         )
+        self._loaders.callback(loader.close)
+        return loader
 
     def _open_sinks(self) -> None:
         config, run_dir = self.config, self._run_dir
@@ -203,13 +212,7 @@ class Trainer:
         info = broadcast_object(info, self.process.world_size)
         if info is None:
             return
-        changed = difference(info.meaning, self._meaning)
-        if changed:
-            raise ResumeError(
-                f"{self._run_dir.root} was begun with another config:\n"
-                + "\n".join(f"  {line}" for line in changed)
-                + "\n  give this run another name (name=...), or start over with --fresh, which keeps the old directory"
-            )
+        check_same_meaning(self._run_dir.root, info.meaning, self._meaning)
         if not self.process.is_first:
             names = (MODEL_FILE, TRAINING_FILE)
             latest = (info, *checkpoint.load_files(storage, f"{FOLDER}/{info.name}", info, names))
@@ -371,7 +374,10 @@ class Trainer:
     def _advance_schedules(self, interval: str, value: float | None = None) -> None:
         for schedule in self.state.schedules.values():
             if schedule.interval == interval:
-                schedule.scheduler.step(*(() if value is None else (value,)))
+                with warnings.catch_warnings():
+                    # True of this process alone, when the run was resumed right after an epoch's last step.
+                    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+                    schedule.scheduler.step(*(() if value is None else (value,)))
 
     def _evaluate(self) -> bool:
         """Evaluates and notes the result; returns whether the monitored value is the best so far."""
@@ -409,16 +415,17 @@ class Trainer:
 
     def _evaluate_model(self) -> dict[str, float]:
         task, process = self.state.task, self.process
-        size = self.config.eval.batch_size or self.config.data.micro_batch_size
-        batches = EvalBatches(len(self.data.eval), size, process.rank, process.world_size)
-        loader = self._build_loader(self.data.eval, batches, "data.eval")
+        if self._eval_loader is None:
+            size = self.config.eval.batch_size or self.config.data.micro_batch_size
+            batches = EvalBatches(len(self.data.eval), size, process.rank, process.world_size)
+            self._eval_loader = self._build_loader(self.data.eval, batches, "data.eval")
         model = self.state.evaluated_model
         task.model, trained = model, task.model
         try:
             return evaluate(
                 model,
                 task,
-                ahead_of_use(iter(loader), self.device),
+                ahead_of_use(iter(self._eval_loader), self.device),
                 self.metrics,
                 process,
                 self.device,
@@ -502,6 +509,7 @@ class Trainer:
             state_sha256=state,
             wall_s=round(time.time() - self._started_at, 3),
             time_to_first_step_s=self._first_step_at and round(self._first_step_at - self._started_at, 3),
+            target=self.config.training.target,
             checkpoint=f"{FOLDER}/{folder_name(progress.step)}" if progress.step else None,
             run_dir=self._run_dir.root,
         )

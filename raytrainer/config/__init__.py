@@ -1,10 +1,11 @@
-"""The config of a run: its schema, loading it from YAML with overrides, and building the objects that it names.
+"""The config of a run: its schema, loading it from YAML with overrides, building the objects that it names.
 
 Imports neither torch nor ray.
 """
 
-from raytrainer.config.instantiate import add_importable, callable_from, importable, instantiate, locate
+from raytrainer.config.instantiate import callable_from, check_target, instantiate, takes
 from raytrainer.config.loading import load_config
+from raytrainer.config.locate import add_importable, importable, locate
 from raytrainer.config.origin import difference
 from raytrainer.config.reference import json_schema, reference_markdown
 from raytrainer.config.schema import Config
@@ -15,6 +16,7 @@ __all__ = [
     "Target",
     "add_importable",
     "callable_from",
+    "check_target",
     "difference",
     "importable",
     "instantiate",
@@ -22,4 +24,5 @@ __all__ = [
     "load_config",
     "locate",
     "reference_markdown",
+    "takes",
 ]

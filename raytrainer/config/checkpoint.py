@@ -28,7 +28,8 @@ class CheckpointSection(Section):
     )
     monitor: OptionalText = Field(
         None,
-        description="Metric that says which checkpoint is best: `eval/<metric>`, `eval/loss` or `train/loss`.",
+        description="Metric that says which checkpoint is best: `eval/<metric>`, `eval/loss` or "
+        "`train/loss`.",
         examples=["eval/accuracy"],
     )
     mode: Mode | None = Field(

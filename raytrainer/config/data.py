@@ -46,7 +46,8 @@ class LoaderSection(Section):
         Any, PlainValidator(_check_pin), WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "boolean"}]})
     ] = Field(
         "auto",
-        description="Page-locked host memory for batches, which makes copies to a GPU asynchronous. `auto`: on a GPU.",
+        description="Page-locked host memory for batches, which makes copies to a GPU asynchronous. "
+        "`auto`: on a GPU.",
         examples=["auto"],
     )
     persistent_workers: bool = Field(True, description="Keep loader processes from one epoch to the next.")
@@ -54,7 +55,7 @@ class LoaderSection(Section):
         None, description="How loader processes start; null: the platform's default."
     )
     timeout_s: float = Field(
-        0,
+        0.0,
         ge=0,
         description="Seconds to wait for a batch before it is an error; 0 waits for ever.",
         examples=[60],
@@ -91,13 +92,15 @@ class DataSection(Section):
     micro_batch_size: int | None = Field(
         None,
         ge=1,
-        description="Samples of a forward pass. It is part of the result (dropout and BatchNorm see it) and is kept "
+        description="Samples of a forward pass. It is part of the result (dropout and BatchNorm see it) "
+        "and is kept "
         "on resume. null: ceil(global_batch_size / number of workers).",
         examples=[64],
     )
     drop_last: bool = Field(
         False,
-        description="Leave out an epoch's last samples when they do not fill a step. false: the last step is shorter, "
+        description="Leave out an epoch's last samples when they do not fill a step. false: the last "
+        "step is shorter, "
         "each sample once.",
     )
     shuffle: bool = Field(True, description="A new order each epoch, a function of `seed` and the epoch.")
@@ -115,7 +118,8 @@ class DataSection(Section):
         WithJsonSchema({"anyOf": [{"type": "string"}, TARGET_SCHEMA, {"type": "null"}]}),
     ] = Field(
         None,
-        description="Function that makes a batch of a list of samples: its dotted name or a target; null: PyTorch's.",
+        description="Function that makes a batch of a list of samples: its dotted name or a target; "
+        "null: PyTorch's.",
         examples=["my_module.collate"],
     )
     loader: LoaderSection = Field(
@@ -128,7 +132,8 @@ class DataSection(Section):
         return ceil_div(self.global_batch_size, self.micro_batch_size or self.global_batch_size)
 
     def steps_per_epoch(self, num_samples: int) -> int:
-        """Optimizer steps of an epoch over `num_samples` samples; the last one may be shorter than the others."""
+        """Optimizer steps of an epoch over `num_samples` samples; the last one may be shorter than the "
+        "others."""
         if self.drop_last:
             return num_samples // self.global_batch_size
         return ceil_div(num_samples, self.global_batch_size)

@@ -13,7 +13,8 @@ class FailureSection(Section):
     max_failures: int = Field(
         3,
         ge=-1,
-        description="Restarts after a lost process, node or connection before the run fails; -1: without limit. "
+        description="Restarts after a lost process, node or connection before the run fails; -1: without "
+        "limit. "
         "The count starts again after each committed checkpoint. An exception in your code is never retried.",
         examples=[3],
     )

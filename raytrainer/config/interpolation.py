@@ -1,7 +1,7 @@
 """`${...}` in a config: resolved through OmegaConf, with a note of what came from the environment.
 
-Values from the environment stay apart from the rest: the text `${oc.env:NAME}` is what is stored and shown, the
-value is only in memory, in the process that uses it.
+Values from the environment stay apart from the rest: the text `${oc.env:NAME}` is what is stored and shown,
+the value is only in memory, in the process that uses it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-
-from omegaconf import OmegaConf
-from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException, UnsupportedInterpolationType
 
 from raytrainer.config.positions import KeyPath, dotted
 from raytrainer.config.section import Broken, EnvText
@@ -42,7 +39,7 @@ def _read_env(name: str, default: Any = _UNSET) -> str | None:
 
 @dataclass
 class Resolved:
-    """values: the mapping with every `${...}` replaced; raw: the text of the nodes that must be stored as text;
+    """values: the mapping with every `${...}` replaced; raw: the text of the nodes that are stored as text;
     env_names: the environment variables that are referred to; broken: what could not be resolved."""
 
     values: Any = None
@@ -53,10 +50,14 @@ class Resolved:
 
 def resolve(mapping: dict[str, Any]) -> Resolved:
     """Resolves every `${...}`; mistakes are collected in `broken`, not raised."""
-    # replace=True: two copies of this module (a reload, a test) may both register.
-    OmegaConf.register_resolver("raytrainer.env", _read_env, replace=True)
     result = Resolved()
-    root = OmegaConf.create(_map_leaves(mapping, lambda path, leaf: _for_omegaconf(path, leaf, result)))
+    root: Any = None
+    if _has_interpolation(mapping):
+        # Imported here: it costs a fifth of a second. replace=True: its registry may have been cleared.
+        from omegaconf import OmegaConf
+
+        OmegaConf.register_resolver("raytrainer.env", _read_env, replace=True)
+        root = OmegaConf.create(_map_leaves(mapping, lambda path, leaf: _for_omegaconf(path, leaf, result)))
 
     def resolve_leaf(path: KeyPath, leaf: Any) -> Any:
         if leaf == "???" and isinstance(leaf, str):
@@ -79,15 +80,26 @@ def _map_leaves(value: Any, change: Callable[[KeyPath, Any], Any], path: KeyPath
     """A copy of nested mappings and lists with every leaf changed."""
     if isinstance(value, dict):
         return {key: _map_leaves(item, change, (*path, key)) for key, item in value.items()}
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple):
         return [_map_leaves(item, change, (*path, index)) for index, item in enumerate(value)]
     return change(path, value)
+
+
+def _has_interpolation(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_has_interpolation(item) for item in value.values())
+    if type(value) in (list, tuple):
+        return any(_has_interpolation(item) for item in value)
+    return isinstance(value, str) and "${" in value
 
 
 def _for_omegaconf(path: KeyPath, leaf: Any, result: Resolved) -> Any:
     """A leaf that OmegaConf can hold: objects from Python are left out, bad syntax is noted."""
     if not isinstance(leaf, str):
         return leaf if leaf is None or type(leaf) in (bool, int, float) else None
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     text = _ENV.sub("${raytrainer.env:", leaf)
     if "${" in text:
         try:
@@ -100,6 +112,9 @@ def _for_omegaconf(path: KeyPath, leaf: Any, result: Resolved) -> Any:
 
 
 def _resolve_text(root: Any, path: KeyPath, leaf: str, result: Resolved) -> Any:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     read: set[str] = set()
     token = _names_read.set(read)
     try:
@@ -124,7 +139,10 @@ def _resolve_text(root: Any, path: KeyPath, leaf: str, result: Resolved) -> Any:
     return value
 
 
-def _broken(path: KeyPath, error: OmegaConfBaseException) -> Broken:
+def _broken(path: KeyPath, error: Exception) -> Broken:
+    """What an error of OmegaConf's means for the user."""
+    from omegaconf.errors import InterpolationKeyError, UnsupportedInterpolationType
+
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, _UnsetVariable):
         cause = cause.__cause__ or cause.__context__

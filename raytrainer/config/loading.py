@@ -1,5 +1,5 @@
-"""From a YAML file or a mapping, with overrides, to a `Config`: every mistake that is found is reported at once,
-each with its file and line."""
+"""From a YAML file or a mapping, with overrides, to a `Config`: every mistake is reported at once, each
+with its file and line."""
 
 from __future__ import annotations
 
@@ -21,10 +21,15 @@ from raytrainer.errors import ConfigError, Problem
 DEFAULTS = {"optimizer": DEFAULT_OPTIMIZER}
 
 
-def load_config(path: str | os.PathLike, overrides: Iterable[str] = ()) -> Config:
-    """The config in a YAML file, with `key=value` overrides. Raises ConfigError with every mistake found."""
+def load_config(
+    path: str | os.PathLike, overrides: Iterable[str] = (), objects: dict[str, Any] | None = None
+) -> Config:
+    """The config in a YAML file, with `key=value` overrides. Raises ConfigError with every mistake found.
+
+    objects: Python objects by dotted key, standing in for targets; see `Config.from_mapping`.
+    """
     mapping, lines = read_yaml(Path(path))
-    return build(mapping, overrides=overrides, source_path=os.fspath(path), lines=lines)
+    return build(mapping, overrides, objects, source_path=os.fspath(path), lines=lines)
 
 
 def build(

@@ -30,7 +30,8 @@ def broken_mode(monitor: str | None, mode: Mode | None) -> Iterator[Broken]:
 def broken_monitor(
     monitor: str | None, path: tuple[str | int, ...], metrics: list[str], has_eval: bool, has_task: bool
 ) -> Iterator[Broken]:
-    """A monitor that no part of the run will ever give. A task may add metrics of its own, so it is believed."""
+    """A monitor that no part of the run will ever give. A task may add metrics of its own, so it is "
+    "believed."""
     if monitor is None:
         return
     known = [f"eval/{name}" for name in (*metrics, "loss")] + ["train/loss"]

@@ -1,5 +1,5 @@
-"""Where a config came from, and the config written back: as YAML to store, and as the part that decides what a
-checkpoint means. Nothing here writes a value that came from the environment.
+"""Where a config came from, and the config written back: as YAML to store, and as the part that decides what
+a checkpoint means. Nothing here writes a value that came from the environment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from raytrainer.config.section import EnvText
 
 @dataclass(frozen=True)
 class Origin:
-    """mapping: the unresolved mapping with overrides applied; texts: (text in the file, value) of the nodes that
+    """mapping: the unresolved mapping with overrides applied; texts: (text in the file, value) of nodes that
     came from the environment, by path; source_path: the YAML file."""
 
     mapping: dict[str, Any] | None = None
@@ -55,7 +55,7 @@ def object_marker(value: Any) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Numbers as they are usually written: 1e-3 and not 0.001 where that is shorter, and no aliases."""
+    """PyYAML's safe dumper without aliases, with floats and texts that read back as they were."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -67,16 +67,24 @@ def _represent_float(dumper: yaml.SafeDumper, value: float) -> yaml.Node:
     return dumper.represent_scalar("tag:yaml.org,2002:float", repr(value))
 
 
+def _represent_str(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+    # In any other style PyYAML loses byte order marks and line breaks, of which Unicode has several.
+    style = None if value.isprintable() else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
 _Dumper.add_representer(float, _represent_float)
+_Dumper.add_representer(str, _represent_str)
 
 
 def to_yaml(mapping: dict[str, Any]) -> str:
-    """YAML text that `load_config` reads back; every text that YAML could take for something else is quoted."""
+    """YAML text that `load_config` reads back; every text that YAML could take for something else is "
+    "quoted."""
     from raytrainer.config.positions import _Loader
 
     # The dumper quotes by its own table of what looks like a number: it must be the loader's.
     _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
-    return yaml.dump(mapping, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+    return yaml.dump(mapping, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=float("inf"))
 
 
 MEANING = (

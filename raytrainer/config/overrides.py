@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from raytrainer.config.positions import KeyPath, dotted, parse_value
+from raytrainer.config.section import kind
 from raytrainer.errors import Problem
 
-_KEY = re.compile(r"[^\s=\[\]]+(\[\d+\])*")
+_KEY = re.compile(r"([^\s=\[\]]+(\[\d+\])*)+")
 
 
 def parse_override(text: str) -> tuple[KeyPath, Any] | Problem:
@@ -24,12 +25,11 @@ def parse_override(text: str) -> tuple[KeyPath, Any] | Problem:
     key, equals, value = text.partition("=")
     if key.startswith("-"):
         return wrong("there is no such option, and an override does not begin with a dash")
+    if key[:1] in ("+", "~"):
+        fix = f"write {text[1:]}" if key[0] == "+" else f"write {key[1:]}=null"
+        return wrong(f"an override has no {key[0]} before its key", fix)
     if not equals:
         return wrong("has no = sign")
-    if key[:1] in ("+", "~"):
-        return wrong(
-            "an override has no + or ~ before its key", f"write {text[1:]}, or {text[1:].split('=')[0]}=null"
-        )
     parts = re.split(r"[.\[]", key.replace("]", ""))
     if not _KEY.fullmatch(key) or "" in parts:
         return wrong("is not a key")
@@ -64,7 +64,7 @@ def _copied(value: Any) -> Any:
     """Mappings and lists copied, everything else shared (objects from Python are not copied)."""
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list | tuple) else value
+    return [_copied(item) for item in value] if type(value) in (list, tuple) else value
 
 
 def _put(mapping: dict, path: KeyPath, value: Any, text: str, defaults: dict) -> Problem | None:
@@ -80,10 +80,8 @@ def _put(mapping: dict, path: KeyPath, value: Any, text: str, defaults: dict) ->
                 place[str(part)] = copy.deepcopy(defaults.get(dotted(here), {}))
             place = place[str(part)]
         if not isinstance(place, dict | list):
-            what = (
-                f"is {place!r}" if isinstance(place, str | int | float | bool) else "is an object from Python"
-            )
-            return Problem(f"override {text!r}", dotted(here), f"{what}, and has no keys below it")
+            what = kind(place) if isinstance(place, str | int | float) else "an object from Python"
+            return Problem(f"override {text!r}", dotted(here), f"is {what}, and has no keys below it")
     last = path[-1]
     if isinstance(place, list):
         if not isinstance(last, int) or last >= len(place):

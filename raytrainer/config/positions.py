@@ -55,8 +55,8 @@ def parse_value(text: str) -> Any:
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """A YAML file's mapping and the line of each key and list item (from 1).
 
-    Raises ConfigError for a file that is missing, empty, no text or no YAML, for a top level that is no mapping,
-    and for duplicate keys.
+    Raises ConfigError for a file that is missing, empty, no text or no YAML, for a top level that is no
+    mapping, and for duplicate keys.
     """
     text = _read_text(path)
     try:

@@ -28,7 +28,11 @@ class Places:
     overrides: dict[KeyPath, str]
 
     def of(self, path: KeyPath) -> str:
-        """`file:line` of a key, or of the nearest mapping around it; `override '...'` for a value from there."""
+        """`file:line` of a key, or of the nearest mapping around it; `override '...'` for a value from "
+        "there."""
+        inside = [text for key, text in self.overrides.items() if path and key[: len(path)] == path]
+        if inside and path not in self.lines:  # a mapping that only overrides have made
+            return f"override {inside[0]!r}"
         for length in range(len(path), -1, -1):
             if path[:length] in self.overrides:
                 return f"override {self.overrides[path[:length]]!r}"

@@ -60,7 +60,8 @@ def field_at(path: tuple[str | int, ...]) -> FieldInfo | None:
 
 
 def json_schema() -> dict[str, Any]:
-    """The config's JSON Schema (draft 2020-12), for editors: closed sections, targets open but for `_target_`."""
+    """The config's JSON Schema (draft 2020-12), for editors: closed sections, targets open but for "
+    "`_target_`."""
     schema = _root().model_json_schema()
     _allow_interpolation(schema)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

@@ -33,24 +33,30 @@ class ScalingSection(Section):
     num_workers: int = Field(
         1,
         ge=1,
-        description="Number of train workers (processes). The result does not depend on it: the batch of a step "
+        description="Number of train workers (processes). The result does not depend on it: the batch of "
+        "a step "
         "is `data.global_batch_size` samples whatever it is.",
         examples=[2],
     )
-    cpus_per_worker: float = Field(1, ge=0, description="CPU cores that each worker reserves.", examples=[1])
+    cpus_per_worker: float = Field(
+        1.0, ge=0, description="CPU cores that each worker reserves.", examples=[1]
+    )
     gpus_per_worker: Gpus = Field(
         "auto",
-        description="GPUs that each worker reserves. `auto`: 1 where the cluster has GPUs, else 0. A fraction below "
+        description="GPUs that each worker reserves. `auto`: 1 where the cluster has GPUs, else 0. A "
+        "fraction below "
         "1 only with one worker: two ranks of a job cannot share a card.",
         examples=["auto", 0, 1, 0.25],
     )
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
         "PACK",
-        description="PACK: as few nodes as possible; SPREAD: as many; STRICT_*: fail where that is impossible.",
+        description="PACK: as few nodes as possible; SPREAD: as many; STRICT_*: fail where that is "
+        "impossible.",
     )
     resources_per_worker: dict[str, float] = Field(
         {},
-        description="Further Ray resources that each worker reserves, such as `memory` (bytes) or custom names.",
+        description="Further Ray resources that each worker reserves, such as `memory` (bytes) or custom "
+        "names.",
         examples=[{"memory": 4e9}],
     )
     label_selector: dict[str, str] = Field(

@@ -18,7 +18,7 @@ from raytrainer.config.monitor import broken_monitor
 from raytrainer.config.origin import Origin, flattened, meaning_of, stored_mapping, to_yaml
 from raytrainer.config.parameters import ParametersSection, broken_numbers
 from raytrainer.config.scaling import ScalingSection
-from raytrainer.config.section import Broken, OptionalText, Section, Target, Text, rule
+from raytrainer.config.section import Broken, OptionalText, RulesBroken, Section, Target, Text, rule
 from raytrainer.config.training import TrainingSection
 
 INTERVALS = ("step", "epoch", "eval")
@@ -44,6 +44,14 @@ def _check_storage_path(path: str) -> str:
     return path
 
 
+def _check_optimizer(optimizer: Any) -> Any:
+    if isinstance(optimizer, dict) and optimizer["_target_"].startswith("torch.optim."):
+        broken = list(broken_numbers(optimizer, ()))
+        if broken:
+            raise RulesBroken(broken)
+    return optimizer
+
+
 class Config(Section):
     """A run: a model, its data, and how it is trained."""
 
@@ -54,7 +62,8 @@ class Config(Section):
     )
     storage_path: Annotated[Text, AfterValidator(_check_storage_path)] = Field(
         "runs",
-        description="Where run directories are: a local or shared folder, or a URL such as `s3://bucket/runs`.",
+        description="Where run directories are: a local or shared folder, or a URL such as "
+        "`s3://bucket/runs`.",
         examples=["runs"],
     )
     seed: int = Field(
@@ -88,14 +97,15 @@ class Config(Section):
             {"accuracy": {"_target_": "torchmetrics.classification.MulticlassAccuracy", "num_classes": 10}}
         ],
     )
-    optimizer: Target = Field(
+    optimizer: Annotated[Target, AfterValidator(_check_optimizer)] = Field(
         DEFAULT_OPTIMIZER,
         description="The optimizer; it is called with the parameters first.",
         examples=[{"_target_": "torch.optim.AdamW", "lr": 0.001}],
     )
     scheduler: Target | None = Field(
         None,
-        description="The learning-rate scheduler, called with the optimizer first and, if it takes it, `total_steps`. "
+        description="The learning-rate scheduler, called with the optimizer first and, if it takes it, "
+        "`total_steps`. "
         "One more key, `interval`, says when it advances: `step` (default), `epoch` or `eval`.",
         examples=[{"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 1, "interval": "epoch"}],
     )
@@ -171,7 +181,8 @@ class Config(Section):
 
     @property
     def micro_batch_size_is_default(self) -> bool:
-        """Whether `data.micro_batch_size` was filled in: a resumed run then keeps the one that it began with."""
+        """Whether `data.micro_batch_size` was filled in: a resumed run then keeps the one that it began "
+        "with."""
         return self._origin.micro_batch_size_is_default
 
     @property
@@ -202,8 +213,6 @@ class Config(Section):
         if self.loss is None and self.task is None:
             fix = "add loss: {_target_: torch.nn.CrossEntropyLoss}, or a task that computes its own"
             yield Broken(("loss",), "is required unless there is a task", fix)
-        if isinstance(self.optimizer, dict) and self.optimizer["_target_"].startswith("torch.optim."):
-            yield from broken_numbers(self.optimizer, ("optimizer",))
         yield from self._broken_scheduler()
         monitors = [(("checkpoint", "monitor"), self.checkpoint.monitor)]
         if self.training.early_stopping:
@@ -229,7 +238,8 @@ class Config(Section):
         # The largest m with ceil(B / m) >= workers: floor((B - 1) / (workers - 1)).
         largest = (batch - 1) // (workers - 1)
         rule_text = (
-            f"a step has ceil({batch} / {self.data.micro_batch_size}) = {self.data.num_microbatches} microbatches, "
+            f"a step has ceil({batch} / {self.data.micro_batch_size}) = {self.data.num_microbatches} "
+            f"microbatches, "
             f"fewer than the {workers} workers"
         )
         yield Broken(("data", "micro_batch_size"), rule_text, f"write micro_batch_size: {largest} or less")
@@ -250,7 +260,8 @@ class Config(Section):
         return stored_mapping(self.model_dump(), self._origin, keep_objects)
 
     def model_copy(self, *, update: dict[str, Any] | None = None, deep: bool = False) -> Config:
-        """pydantic's copy; with `update`, the copy stands for its values and no longer for its file's text."""
+        """pydantic's copy; with `update`, the copy stands for its values and no longer for its file's "
+        "text."""
         copy = super().model_copy(update=update, deep=deep)
         if update:
             copy._origin = Origin(source_path=self._origin.source_path)

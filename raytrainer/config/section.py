@@ -1,5 +1,5 @@
-"""What every section of the config has in common: a frozen, closed pydantic model with strict types, rules that
-are all checked before any is reported, and the value types that sections share.
+"""What every section of the config has in common: a frozen, closed pydantic model with strict types, rules
+that are all checked before any is reported, and the value types that sections share.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Broken:
 
 
 class RulesBroken(ValueError):
-    """Raised inside pydantic's validation; `loading` turns each entry into a `Problem` with its file and line."""
+    """Raised inside pydantic's validation; `loading` turns each entry into a `Problem` with its file "
+    "and line."""
 
     def __init__(self, broken: list[Broken]):
         self.broken = broken
@@ -42,8 +43,8 @@ class RulesBroken(ValueError):
 
 
 class EnvText(str):
-    """A text that came from an environment variable: an ordinary `str` whose `repr` is the text in the file, so
-    that no traceback, log line or printed config shows the value."""
+    """A text that came from an environment variable: an ordinary `str` whose `repr` is the text in the file,
+    so that no traceback, log line or printed config shows the value."""
 
     raw: str
 
@@ -130,7 +131,13 @@ def rule(text: str, fix: str | None = None, path: tuple[str | int, ...] = ()) ->
 
 def kind(value: Any) -> str:
     """A value's type in the words of a YAML file."""
-    names = {bool: "true/false", int: "a whole number", float: "a number", str: "text", type(None): "nothing"}
+    names = {
+        bool: "true/false",
+        int: "a whole number",
+        float: "a decimal number",
+        str: "text",
+        type(None): "nothing",
+    }
     if isinstance(value, Mapping):
         return "a mapping"
     if isinstance(value, list | tuple):
@@ -145,7 +152,8 @@ _TARGET_EXAMPLE = "write a mapping, for example {_target_: package.module.Name, 
 
 
 def _check_target(value: Any) -> Any:
-    """A mapping with `_target_`, or a Python object standing in for one (never a text or a plain container)."""
+    """A mapping with `_target_`, or a Python object standing in for one (never a text or a plain "
+    "container)."""
     if isinstance(value, str) and value.startswith("<object "):
         raise rule(
             f"the config was made in Python, where this was an object of type {value[8:-1]}",

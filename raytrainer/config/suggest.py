@@ -107,7 +107,8 @@ def distance(a: str, b: str) -> int:
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that `word` was probably meant to be, or None when none is near enough (a third of it)."""
+    """The candidate that `word` was probably meant to be, or None when none is near enough (a third of "
+    "it)."""
     word = str(word)
     best = min(((distance(word.lower(), c.lower()), c) for c in candidates), default=None)
     if best is None or best[0] > max(1, min(len(word), len(best[1])) // 3):
@@ -122,16 +123,21 @@ def right_key(wrong: str, keys: Iterable[str]) -> str | None:
     (the section nearest to where it stands first), a slip of the pen of a key elsewhere.
     """
     keys = list(keys)
-    parent, _, leaf = wrong.rpartition(".")
-    beside = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == parent}
+    parent, leaf = wrong.rpartition(".")[0], _leaf(wrong)
+    beside = {_leaf(key): key for key in keys if key.rpartition(".")[0] == parent}
     if near := nearest(leaf, beside):
         return beside[near]
-    if (alias := ALIASES.get(leaf.lower().replace("-", "_"))) and alias != wrong:
-        return alias
+    if alias := ALIASES.get(leaf.lower().replace("-", "_")):
+        below = [key for key in keys if key.startswith(f"{parent}.") and _leaf(key) == _leaf(alias)]
+        return below[0] if below else alias
     elsewhere: dict[str, str] = {}
     for key in sorted(keys, key=lambda key: -_shared(parent, key)):
-        elsewhere.setdefault(key.rpartition(".")[2], key)
+        elsewhere.setdefault(_leaf(key), key)
     return elsewhere.get(nearest(leaf, elsewhere) or "")
+
+
+def _leaf(key: str) -> str:
+    return key.rpartition(".")[2]
 
 
 def _shared(parent: str, key: str) -> int:

@@ -42,7 +42,9 @@ class EarlyStoppingSection(Section):
     patience: int = Field(
         ge=1, description="Evaluations without a better value before training stops.", examples=[3]
     )
-    min_delta: float = Field(0, ge=0, description="Smallest change that counts as better.", examples=[0.001])
+    min_delta: float = Field(
+        0.0, ge=0, description="Smallest change that counts as better.", examples=[0.001]
+    )
 
     def broken_rules(self) -> Iterator[Broken]:
         if self.mode is None and default_mode(self.monitor):
@@ -64,7 +66,8 @@ class TrainingSection(Section):
     max_epochs: int | None = Field(
         None,
         ge=1,
-        description="Passes over the training data. With `max_steps` too, whichever ends first; with neither, 1.",
+        description="Passes over the training data. With `max_steps` too, whichever ends first; with "
+        "neither, 1.",
         examples=[5],
     )
     max_steps: int | None = Field(
@@ -113,6 +116,11 @@ class TrainingSection(Section):
         """Optimizer steps of the whole run, for an epoch of `steps_per_epoch` steps."""
         by_epochs = None if self.max_epochs is None else self.max_epochs * steps_per_epoch
         return min(steps for steps in (by_epochs, self.max_steps) if steps is not None)
+
+    @property
+    def target(self) -> dict[str, int | None]:
+        """How far the run is to go: what tells a finished run from one that goes on."""
+        return {"max_epochs": self.max_epochs, "max_steps": self.max_steps}
 
     def num_epochs(self, steps_per_epoch: int) -> int:
         """Epochs that the run enters, the last of which `max_steps` may cut short."""

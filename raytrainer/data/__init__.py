@@ -1,6 +1,8 @@
 """Data sets, the elastic batch sampler and the loader."""
 
 from raytrainer.data.checks import inspect_dataset, label_range_error
+from raytrainer.data.from_torchvision import ImageFolder, TorchvisionMnist
+from raytrainer.data.idx import FashionMnist, IdxImages
 from raytrainer.data.in_memory import InMemoryImages, MnistSubset
 from raytrainer.data.loader import LoadedMicrobatch, MicrobatchLoader, SkippedSample, build_loader
 from raytrainer.data.loader_process import explain_loader_error
@@ -13,11 +15,15 @@ from raytrainer.data.sampler import (
     microbatches_of,
     steps_per_epoch,
 )
+from raytrainer.data.text import TextFile
 
 __all__ = [
     "ClassBalancedOrder",
     "ElasticBatchSampler",
     "EvalBatches",
+    "FashionMnist",
+    "IdxImages",
+    "ImageFolder",
     "InMemoryImages",
     "LoadedMicrobatch",
     "Microbatch",
@@ -25,6 +31,8 @@ __all__ = [
     "MnistSubset",
     "SkippedSample",
     "StepPlan",
+    "TextFile",
+    "TorchvisionMnist",
     "WeightedOrder",
     "build_loader",
     "epoch_order",

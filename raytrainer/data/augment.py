@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
-from torch.nn import functional
 
 
 def random_shift(images: Tensor, max_shift_px: int = 2) -> Tensor:
     """Moves each image by up to `max_shift_px` pixels in each direction, with zeros moving in.
 
-    images: [N, H, W] or [N, C, H, W], any type; returns the same shape and type.
+    images: CPU tensor [N, H, W] of any type; returns the same shape and type.
     """
-    num_images, *_, height, width = images.shape
-    padded = functional.pad(images, (max_shift_px,) * 4)
-    windows = padded.unfold(-2, height, 1).unfold(-2, width, 1)
-    shifts = torch.randint(0, 2 * max_shift_px + 1, (2, num_images))
-    if images.ndim == 3:
-        return windows[torch.arange(num_images), shifts[0], shifts[1]]
-    return windows[torch.arange(num_images), :, shifts[0], shifts[1]]
+    num_images, height, width = images.shape
+    border = max_shift_px
+    pixels = images.numpy()
+    padded = np.zeros((num_images, height + 2 * border, width + 2 * border), dtype=pixels.dtype)
+    padded[:, border : border + height, border : border + width] = pixels
+    # A view [N, 2*border+1, 2*border+1, H, W] of every place that an image can move to.
+    windows = sliding_window_view(padded, (height, width), axis=(1, 2))
+    rows, columns = torch.randint(0, 2 * border + 1, (2, num_images)).numpy()
+    return torch.from_numpy(windows[np.arange(num_images), rows, columns])

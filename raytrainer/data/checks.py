@@ -50,7 +50,7 @@ def answers_whole_batches(dataset: Any) -> bool:
 
 
 def sample_name(dataset: Any, index: int) -> str:
-    """Returns "sample 12" and, for data sets with `samples` of (path, ...) as torchvision's have, its path."""
+    """Returns "sample 12" and, for data sets with `samples` of (path, ...) as torchvision's, the path."""
     root, root_index = root_sample(dataset, index)
     samples = getattr(root, "samples", None)
     name = f"sample {index}"
@@ -67,8 +67,8 @@ def label_range_error(
 ) -> DataError | None:
     """Returns the error for the first class label outside 0..num_classes-1, or None when there is none.
 
-    labels: integers of any shape, the first dimension being samples; indices: the samples' places in the data set,
-    default 0, 1, ...; ignore_index: a label that the loss leaves out.
+    labels: integers of any shape, the first dimension being samples; indices: the samples' places in the data
+    set, default 0, 1, ...; ignore_index: a label that the loss leaves out.
     """
     labels = torch.as_tensor(labels)
     wrong = ((labels < 0) | (labels >= num_classes)) & (labels != ignore_index)

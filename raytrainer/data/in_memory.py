@@ -1,4 +1,4 @@
-"""Image data sets that lie in memory as bytes and answer whole batches, which is what makes small images fast."""
+"""Image data sets that lie in memory as bytes and answer whole batches, which makes small images fast."""
 
 from __future__ import annotations
 
@@ -44,6 +44,11 @@ class InMemoryImages(Dataset):
         self._scale = 1.0 / (255.0 * std)
         self._offset = -mean / std
         self._augment = random_shift if augment == "shift" else augment
+        # Read by the loader: a user's own callable may draw from any of the global generators.
+        if augment is None:
+            self.draws_from: tuple[str, ...] = ()
+        else:
+            self.draws_from = ("torch",) if augment == "shift" else ("python", "numpy", "torch")
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -54,19 +59,20 @@ class InMemoryImages(Dataset):
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         where = torch.as_tensor(indices)
-        images = self.images[where]
+        # index_select is several times faster than images[where] on small batches.
+        images = self.images.index_select(0, where)
         if self._augment is not None:
             images = self._augment(images)
         pixels = images.to(torch.float32).mul_(self._scale).add_(self._offset)
-        return pixels.unsqueeze_(1), self.targets[where]
+        return pixels.unsqueeze_(1), self.targets.index_select(0, where)
 
 
 class MnistSubset(InMemoryImages):
-    """5,000 real handwritten digits of MNIST that ship with raytrainer: no download, 10 classes, 28 x 28 pixels.
+    """5,000 real handwritten digits (MNIST) that ship with raytrainer: 10 classes, 28 x 28 pixels.
 
-    split: "train" (4,000, of each digit 400) or "eval" (the other 1,000). augment: None or "shift", which moves
-    each digit by up to 2 pixels at random. Samples are as in InMemoryImages. Origin and licence:
-    raytrainer/data/files/ORIGIN.md.
+    split: "train" (4,000, of each digit 400) or "eval" (the other 1,000). augment: None or "shift", which
+    moves each digit by up to 2 pixels at random. Samples are as in InMemoryImages.
+    Origin and licence: raytrainer/data/files/ORIGIN.md.
     """
 
     def __init__(self, split: str = "train", augment: Literal["shift"] | None = None):

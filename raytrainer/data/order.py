@@ -1,8 +1,8 @@
 """The order in which an epoch visits the samples: a function of (seed, epoch) and of nothing else.
 
 A custom order is any object with `__call__(seed, epoch)` that returns a 1-D integer tensor or array of
-sample indices, of the same length for every epoch. It must draw from `seed` and `epoch` alone: each rank calls it
-for itself, and a resumed run calls it again.
+sample indices, of the same length for every epoch. It must depend on `seed` and `epoch` alone: each rank
+calls it for itself, and a resumed run calls it again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ORDER_STREAM, WEIGHTED_STREAM, SAMPLE_STREAM, MICROBATCH_STREAM = range(4)
 
 
 def mix_seed(*numbers: int) -> int:
-    """Mixes integers (each taken modulo 2**64) into one 64-bit seed, the same on every machine and version."""
+    """Mixes integers (each taken modulo 2**64) into one 64-bit seed, the same on every machine."""
     packed = struct.pack(f"<{len(numbers)}Q", *(number & 0xFFFF_FFFF_FFFF_FFFF for number in numbers))
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
@@ -65,8 +65,8 @@ def validated_order(order: SampleOrder, seed: int, epoch: int, dataset_length: i
 class WeightedOrder:
     """Draws each epoch's samples with probabilities in proportion to their weights.
 
-    weights: one number a sample, none negative, not all zero. num_samples: draws an epoch; default: as many as
-    there are weights. replacement: whether a sample may come more than once in an epoch.
+    weights: one number a sample, none negative, not all zero. num_samples: draws an epoch; default: as many
+    as there are weights. replacement: whether a sample may come more than once in an epoch.
     Raises DataError for weights that cannot be drawn from.
     """
 

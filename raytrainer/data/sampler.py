@@ -1,7 +1,7 @@
 """Which samples each rank computes in each step: the same steps whatever the number of ranks.
 
 A step takes the next `global_batch_size` samples of the epoch's order and cuts them into microbatches of
-`micro_batch_size`; rank r of W computes microbatches ceil(V*r/W) to ceil(V*(r+1)/W) - 1 of the V that the step has.
+`micro_batch_size`; of the V that the step has, rank r of W computes ceil(V*r/W) to ceil(V*(r+1)/W) - 1.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ STATE_VERSION = 1
 class Microbatch:
     """The samples of one forward pass, and their place in the run.
 
-    epoch; step: counted from the start of the run; number: place among the step's microbatches, over all ranks;
-    indices: sample indices, in order.
+    epoch; step: counted from the start of the run; number: place among the step's microbatches, over all
+    ranks; indices: sample indices, in order.
     """
 
     epoch: int
@@ -40,8 +40,8 @@ class StepPlan:
     """What a step consists of, for all ranks: known to each without communication.
 
     step: counted from the start of the run; first_position: of the step's samples in the epoch's order;
-    num_samples, num_microbatches: over all ranks; local: the numbers of this rank's microbatches (may be empty);
-    num_idle_ranks: ranks that have no microbatch in this step.
+    num_samples, num_microbatches: over all ranks; local: the numbers of this rank's microbatches (may be
+    empty); num_idle_ranks: ranks that have no microbatch in this step.
     """
 
     epoch: int
@@ -78,8 +78,8 @@ class ElasticBatchSampler:
 
     Has DistributedSampler's contract (`set_epoch`, `__len__`, `__iter__`) and is `Stateful`. An epoch's order
     depends on (seed, epoch), not on the number of ranks, so a state saved at one world size continues exactly
-    at another. The position counts *finished steps* and is moved by the trainer alone (`set_position`): what a
-    loader prefetched does not move it. A running iterator is not affected by `set_position`.
+    at another. The position counts *finished steps* and is moved by the trainer alone (`set_position`): what
+    a loader prefetched does not move it. A running iterator is not affected by `set_position`.
 
     num_samples: length of the data set. order: a custom order (see `raytrainer.data.order`), which replaces
     `shuffle` and may have another length. drop_last: leave out the last step when it is short; by default it
@@ -132,7 +132,7 @@ class ElasticBatchSampler:
             self.set_position(epoch, 0)
 
     def set_position(self, epoch: int, step_in_epoch: int) -> None:
-        """Says that `step_in_epoch` steps of `epoch` are finished; all of an epoch's is the next one's start."""
+        """Says that `step_in_epoch` steps of `epoch` are finished; all of them is the next epoch's start."""
         if epoch < 0 or not 0 <= step_in_epoch <= self.steps_per_epoch:
             raise ValueError(f"no step {step_in_epoch} in epoch {epoch} of {self.steps_per_epoch} steps")
         if step_in_epoch == self.steps_per_epoch:
@@ -189,7 +189,7 @@ class ElasticBatchSampler:
             indices = validated_order(self.order, self.seed, epoch, self.dataset_length)
             if epoch != 0 and len(indices) != self.num_samples:
                 raise DataError(
-                    f"data.order: {type(self.order).__name__} answered {len(indices)} indices for epoch {epoch}"
+                    f"data.order: {type(self.order).__name__} gave {len(indices)} indices for epoch {epoch}"
                     f" and {self.num_samples} for epoch 0\n  an order has the same length in every epoch"
                 )
         self._cached_order = (epoch, indices)
@@ -208,7 +208,8 @@ class ElasticBatchSampler:
         """Continues from a saved position. Raises ResumeError when it means other samples here than there."""
         if state.get("version") != STATE_VERSION:
             raise ResumeError(
-                f"sampler state: version {state.get('version')!r}, this raytrainer reads version {STATE_VERSION}"
+                f"sampler state: version = {state.get('version')!r}\n"
+                f"  this raytrainer reads version {STATE_VERSION}"
             )
         for key, here in self._meaning().items():
             if state[key] != here:
@@ -233,8 +234,8 @@ class ElasticBatchSampler:
 class EvalBatches:
     """Gives one rank its part of an evaluation: every sample exactly once over all ranks, none repeated.
 
-    Microbatch v holds samples v*batch_size onwards; rank r of W has those that `microbatches_of` gives. The numbers
-    are global, so results can be merged in one fixed order. An instance can be iterated any number of times.
+    Microbatch v holds samples v*batch_size onwards; rank r of W has those that `microbatches_of` gives. The
+    numbers are global, so results can be merged in one fixed order. It can be iterated any number of times.
     """
 
     def __init__(self, num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1):
@@ -251,5 +252,5 @@ class EvalBatches:
         for number in self.local:
             first = number * self.batch_size
             indices = list(range(first, min(first + self.batch_size, self.num_samples)))
-            # Always epoch 0, step 0: a data set that draws at random gives the same samples in each evaluation.
+            # Always epoch 0, step 0: a data set that draws at random answers alike in each evaluation.
             yield Microbatch(0, 0, number, indices)

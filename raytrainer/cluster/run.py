@@ -1,0 +1,189 @@
+"""`raytrainer run`: takes the run directory, has the ranks train on Ray or as local processes, keeps the result.
+
+Runs in the process that the user started, which imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from raytrainer.cluster.outcome import Outcome, to_error
+from raytrainer.cluster.signals import StopSignal, stop_on_signals
+from raytrainer.config import importable
+from raytrainer.console import Console
+from raytrainer.errors import RaytrainerError
+from raytrainer.manifest import list_checkpoints
+from raytrainer.result import Result
+from raytrainer.resume import continued, finished_result
+from raytrainer.rundir import RunDirectory
+
+if TYPE_CHECKING:
+    from raytrainer.config import Config
+
+Observer = Callable[[dict[str, Any]], None]
+
+
+def run(
+    config: Config,
+    *,
+    local: bool = False,
+    fresh: bool = False,
+    verbose: bool = False,
+    observer: Observer | None = None,
+    started_at: float | None = None,
+) -> Result:
+    """Trains what `config` describes, or goes on where an earlier run of the same name stopped.
+
+    local: `scaling.num_workers` processes on this machine, without Ray. fresh: start over, with the old run
+    directory moved aside. observer: gets rank 0's records as they come. started_at: Unix time at which the
+    command began. Returns the result of a run that finished or was stopped; raises what made it fail.
+    """
+    started_at = started_at or time.time()
+    with RunDirectory.open(config, fresh=fresh) as run_dir:
+        console = Console(enabled="console" in config.logging.sinks)
+        try:
+            config = continued(config, run_dir)
+            done = finished_result(config, run_dir)
+            if done is not None:
+                console.say(
+                    f"{run_dir.root} is finished: step {done.steps}, {_in_words(done.metrics)}. "
+                    "To train on, raise training.max_epochs; to start over, use --fresh."
+                )
+                return done
+            run_dir.write_description(config)
+            return _Run(config, run_dir, console, observer, started_at).run(local, verbose)
+        finally:
+            console.close()
+
+
+class _Run:
+    """One attempt at a run, from its start to its result."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: RunDirectory,
+        console: Console,
+        observer: Observer | None,
+        started_at: float,
+    ):
+        self._config, self._run_dir, self._console = config, run_dir, console
+        self._observer, self._started_at = observer, started_at
+        self._stop = StopSignal()
+
+    def run(self, local: bool, verbose: bool) -> Result:
+        config = self._config
+        with stop_on_signals(self._stop):
+            try:
+                outcome = self._on_this_machine() if local else self._on_ray(verbose)
+            except RaytrainerError as error:
+                self._keep(Outcome("failed", error.exit_code), str(error))
+                raise
+        error = to_error(outcome.failure) if outcome.failure is not None else None
+        result = self._keep(outcome, str(error) if error else None)
+        if error is not None:
+            raise error
+        self._console.say(self._last_words(result, config))
+        return result
+
+    def _on_this_machine(self) -> Outcome:
+        from raytrainer.cluster.local import run_local
+
+        storage = self._run_dir.storage
+        log_dir = tempfile.mkdtemp(prefix="raytrainer-logs-") if storage.is_remote else storage.path("logs")
+        return run_local(
+            self._payload(),
+            self._config.scaling.max_workers,
+            on_record=self._on_record,
+            stop=self._stop,
+            max_failures=self._config.failure.max_failures,
+            log_dir=log_dir,
+            committed_step=self._committed_step,
+        )
+
+    def _on_ray(self, verbose: bool) -> Outcome:
+        from raytrainer.cluster.ray_run import run_on_ray
+
+        storage = self._run_dir.storage
+        payload = self._payload()
+        payload["log_dir"] = None if storage.is_remote else storage.path("logs")
+        return run_on_ray(
+            payload,
+            self._config.scaling,
+            self._config.ray,
+            on_record=self._on_record,
+            stop=self._stop,
+            max_failures=self._config.failure.max_failures,
+            storage_path=self._config.storage_path,
+            name=self._config.name,
+            verbose=verbose,
+            committed_step=self._committed_step,
+        )
+
+    def _payload(self) -> dict[str, Any]:
+        """What a rank needs. Values from the environment travel by name, and only where a rank lacks them."""
+        names = self._config.env_names()
+        return {
+            "config": self._config.payload(),
+            "run_dir": (self._run_dir.root, self._run_dir.token),
+            "import_paths": importable(self._config),
+            "env": {name: os.environ[name] for name in sorted(names) if name in os.environ},
+            "started_at": self._started_at,
+        }
+
+    def _committed_step(self) -> int | None:
+        infos = list_checkpoints(self._run_dir.storage)
+        return infos[-1].step if infos else None
+
+    def _on_record(self, record: dict[str, Any]) -> None:
+        if "event" in record and "time_s" not in record:  # from the backend; rank 0 writes its own
+            details = {key: value for key, value in record.items() if key != "event"}
+            record = self._run_dir.event(record["event"], **details)
+        self._console.record(record)
+        if self._observer is not None:
+            self._observer(record)
+
+    def _keep(self, outcome: Outcome, error: str | None) -> Result:
+        """Writes and returns result.json; a failed attempt keeps what is known from the last commit."""
+        infos = list_checkpoints(self._run_dir.storage)
+        known: dict[str, Any] = dict(outcome.result or {})
+        if not known and infos:
+            known = {"steps": infos[-1].step, "epochs": infos[-1].epoch, "metrics": infos[-1].metrics}
+        known.update(
+            status=outcome.status,
+            exit_code=outcome.exit_code,
+            restarts=len(outcome.restarts),
+            wall_s=round(time.time() - self._started_at, 3),
+            target=self._config.training.target,
+            error=error,
+            run_dir=self._run_dir.root,
+        )
+        result = Result.from_mapping(known)
+        self._run_dir.write_result(result)
+        return result
+
+    def _last_words(self, result: Result, config: Config) -> str:
+        if result.status == "stopped":
+            return f"stopped at step {result.steps}, saved; the same command goes on from there"
+        best = ""
+        if result.best:
+            best = f"; best {result.best['metric']} {result.best['value']:.4g} at step {result.best['step']}"
+        return (
+            f"finished: {result.steps} steps, {_in_words(result.metrics)}{best}\n"
+            f"  {self._run_dir.root} in {result.wall_s:.1f} s"
+        )
+
+
+def _in_words(metrics: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()) or "no metrics"
+
+
+def command_started_at() -> float:
+    """Unix time at which this process was started."""
+    import psutil
+
+    return psutil.Process().create_time()

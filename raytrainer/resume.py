@@ -1,0 +1,52 @@
+"""Whether a config continues what a run directory holds; from the manifests alone, without torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from raytrainer.config import difference
+from raytrainer.errors import ResumeError
+from raytrainer.manifest import list_checkpoints
+
+if TYPE_CHECKING:
+    from raytrainer.config import Config
+    from raytrainer.result import Result
+    from raytrainer.rundir import RunDirectory
+
+DATA_LENGTH = "data.train.length"
+_MICRO_BATCH_SIZE = "data.micro_batch_size"
+
+
+def finished_result(config: Config, run_dir: RunDirectory) -> Result | None:
+    """The earlier result when the run has already come as far as `config` says."""
+    last = run_dir.last_result
+    if last is None or last.status != "finished" or last.target != config.training.target:
+        return None
+    return last
+
+
+def continued(config: Config, run_dir: RunDirectory) -> Config:
+    """`config` as it continues the run directory: with the microbatch that the run began with, if left open.
+
+    Raises ResumeError, with the difference, when the newest checkpoint means something else.
+    """
+    infos = list_checkpoints(run_dir.storage)
+    if not infos:
+        return config
+    before = infos[-1].meaning
+    begun_with = before.get(_MICRO_BATCH_SIZE)
+    if config.micro_batch_size_is_default and begun_with not in (None, config.data.micro_batch_size):
+        config = config.with_overrides(f"{_MICRO_BATCH_SIZE}={begun_with}")
+    check_same_meaning(run_dir.root, before, {**config.meaning(), DATA_LENGTH: before.get(DATA_LENGTH)})
+    return config
+
+
+def check_same_meaning(root: str, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises ResumeError when a checkpoint made under `before` is not what `now` goes on with."""
+    changed = difference(before, now)
+    if changed:
+        lines = "\n".join(f"  {line}" for line in changed)
+        raise ResumeError(
+            f"{root} was begun with another config:\n{lines}\n"
+            "  give this run another name (name=...), or start over with --fresh, which keeps the old directory"
+        )
