@@ -81,14 +81,18 @@ def train_rank(payload: dict, process, observer: Observer | None, stop: StopSign
     from dataclasses import asdict
 
     from raytrainer.config import Config
+    from raytrainer.deferred import defer_compiler
     from raytrainer.distributed import Process
     from raytrainer.rundir import RunDirectory
     from raytrainer.trainer import Trainer
 
     store_fd = payload.get("store_fd")
     store = host_store(store_fd) if store_fd is not None and process.world_size > 1 else None
+    config = Config.from_payload(payload["config"])
+    if not config.training.compile:
+        defer_compiler()
     trainer = Trainer(
-        Config.from_payload(payload["config"]),
+        config,
         process=Process(*process) if isinstance(process, tuple) else process,
         observer=observer,
         stop=stop,
