@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Schedule:
-    """A learning-rate schedule and when it advances: each "step", "epoch" or "eval" (with the monitored value)."""
+    """A learning-rate schedule and when it advances: each "step", "epoch" or "eval" (with the monitored
+    value)."""
 
     scheduler: Any
     interval: str
@@ -74,7 +75,8 @@ def build_sampler(config: Config, data: Data, rank: int, world_size: int) -> Ela
 
 
 def build_model(config: Config, device: torch.device) -> nn.Module:
-    """The model on its device, its weights drawn from the config's seed or read from `init_from`, frozen as asked."""
+    """The model on its device, its weights drawn from the config's seed or read from `init_from`, frozen as
+    asked."""
     torch.manual_seed(config.seed)
     model = instantiate(config.model, at="model")
     if not isinstance(model, nn.Module):
@@ -166,7 +168,8 @@ def build_schedules(
 
 
 def _with_what_it_takes(target: Any, where: str, *args: Any, **offers: Any) -> Any:
-    """Instantiates `target` with those of `offers` that it has a parameter for and that the config leaves open."""
+    """Instantiates `target` with those of `offers` that it has a parameter for and that the config leaves
+    open."""
     given_already = target if isinstance(target, dict) else {}
     given = {
         name: value for name, value in offers.items() if name not in given_already and takes(target, name)

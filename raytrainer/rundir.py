@@ -132,7 +132,8 @@ class RunDirectory:
 
 
 def _lock_unless_held(lock: int) -> bool:
-    """Takes the lock; False when another run holds it. `is_live` shares it for an instant: that is waited for."""
+    """Takes the lock; False when another run holds it. `is_live` shares it for an instant: that is waited
+    for."""
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

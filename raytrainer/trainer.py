@@ -26,7 +26,7 @@ from raytrainer.evaluation import evaluate
 from raytrainer.manifest import FOLDER, MODEL_FILE, TRAINING_FILE, folder_name, list_checkpoints
 from raytrainer.policy import DuePolicy, improves
 from raytrainer.result import Result
-from raytrainer.resume import DATA_LENGTH, check_same_meaning, continued, finished_result
+from raytrainer.resume import DATA_LENGTH, check_same_meaning, continued
 from raytrainer.rundir import RunDirectory
 from raytrainer.state import TrainState
 from raytrainer.step import GradientStep, VoteReader, refuse_communicating_modules
@@ -56,9 +56,9 @@ class _NeverStop:
 class Trainer:
     """Trains what a config describes, as one rank of a job.
 
-    config: may hold objects in place of targets. process: this rank; read from torchrun's environment variables
-    by default, a job of one without them. observer: gets rank 0's metric records and events. stop: looked at
-    once a step; the step is finished and saved first. run_dir: opened from the config by default.
+    config: may hold objects in place of targets. process: this rank; read from torchrun's environment
+    variables by default, a job of one without them. observer: gets rank 0's metric records and events. stop:
+    looked at once a step; the step is finished and saved first. run_dir: opened from the config by default.
     started_at: Unix time at which the user's command started, for `time_to_first_step_s`.
     """
 

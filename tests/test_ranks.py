@@ -111,4 +111,5 @@ def test_parameters_without_a_gradient_are_explained(tmp_path):
     unused = {"model": {"_target_": "tests.test_ranks.HeadUnused"}}
     with pytest.raises(RaytrainerError, match=r"unused\.weight.*\n.*find_unused_parameters: true"):
         run(tmp_path, 2, **unused)
-    assert run(tmp_path, 2, "training.find_unused_parameters=true", name="found", **unused).status == "finished"
+    found = run(tmp_path, 2, "training.find_unused_parameters=true", name="found", **unused)
+    assert found.status == "finished"
