@@ -20,7 +20,8 @@ class StepOutput:
 
     loss: 0-d tensor, the mean over the microbatch.
     weight: how much this microbatch counts in the mean over the step, a number or 0-d tensor (tokens, say);
-    None is the number of samples. metrics: numbers or 0-d tensors to log, from the first rank's last microbatch.
+    None is the number of samples. metrics: numbers or 0-d tensors to log, from the first rank's last
+    microbatch.
     """
 
     loss: torch.Tensor
@@ -41,11 +42,12 @@ class EvaluationOutput:
 class Task:
     """Supervised learning on batches of (inputs, targets); subclass it for anything else.
 
-    The trainer sets `model`, `loss` (None when the config has none), `device` and `seed` before the first call,
-    `step` (the number of finished steps) and `indices` (the batch's samples in the data set) before each. `model` here is the bare module: the trainer does what several ranks
-    need around the call. Both step methods are called once a microbatch, on any rank, so they must not
-    communicate; on more than two ranks `training_step` also runs once before the first step with its results
-    thrown away. A loss that couples samples (contrastive, say) sees one microbatch.
+    The trainer sets `model`, `loss` (None when the config has none), `device` and `seed` before the first
+    call, `step` (the number of finished steps) and `indices` (the batch's samples in the data set) before
+    each. `model` here is the bare module: the trainer does what several ranks need around the call. Both step
+    methods are called once a microbatch, on any rank, so they must not communicate; on more than two ranks
+    `training_step` also runs once before the first step with its results thrown away. A loss that couples
+    samples (contrastive, say) sees one microbatch.
     """
 
     model: nn.Module
@@ -94,7 +96,8 @@ class Task:
         kind = type(batch).__name__
         size = f" of {len(batch)}" if isinstance(batch, list | tuple | Mapping) else ""
         raise TypeError(
-            f"without a `task`, a batch must be a pair (inputs, targets), and the data set gives a {kind}{size}; "
+            "without a `task`, a batch must be a pair (inputs, targets), "
+            f"and the data set gives a {kind}{size}; "
             "write a Task with a training_step of your own"
         )
 

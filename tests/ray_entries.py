@@ -68,14 +68,6 @@ def killed_on_rank_1(payload, process, observer, stop):
     return {"status": "finished", "attempt": attempt}
 
 
-def exit_on_rank_0(payload, process, observer, stop):
-    """User code ends rank 0 itself."""
-    if process.rank == 0:
-        sys.exit(3)
-    time.sleep(60)
-    return {}
-
-
 def wait_for_stop(payload, process, observer, stop):
     """Steps until rank 0 is asked to stop, which it tells the others in the next collective."""
     import torch
@@ -96,6 +88,9 @@ def wait_for_stop(payload, process, observer, stop):
 
 
 def ignore_stop(payload, process, observer, stop):
-    """Trains on whatever it is asked."""
+    """Is asked to stop, leaves the file `asked`, and goes on."""
     observer({"event": "started"})
+    while stop.requested is None:
+        time.sleep(0.02)
+    Path(payload["asked"]).touch()
     time.sleep(600)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrainer.cluster.ray_run import TRIED_RAY_VERSIONS, _explain_missing
+from raytrainer.cluster.ray_session import TRIED_RAY_VERSIONS, explain_missing
 from raytrainer.errors import UsageError
 
 ray = pytest.importorskip("ray")
@@ -109,7 +109,7 @@ def test_private_names_stay_in_the_adapter():
 
 
 def test_a_ray_without_such_a_name_is_explained():
-    error = _explain_missing(ImportError("cannot import name 'Node'", name="ray._private.node"))
+    error = explain_missing(ImportError("cannot import name 'Node'", name="ray._private.node"))
     assert isinstance(error, UsageError)
     assert TRIED_RAY_VERSIONS[-1] in str(error)
-    assert not isinstance(_explain_missing(ImportError("no mlflow", name="mlflow")), UsageError)
+    assert not isinstance(explain_missing(ImportError("no mlflow", name="mlflow")), UsageError)

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raytrainer.cluster.ray_run import run_on_ray, shipped_directory
+from raytrainer.cluster.ray_run import run_on_ray
+from raytrainer.cluster.ray_session import shipped_directory
 from raytrainer.cluster.signals import StopSignal
 from raytrainer.config.connection import RaySection
 from raytrainer.config.scaling import ScalingSection
@@ -71,14 +72,6 @@ def test_a_users_exception_ends_the_run_and_is_the_cause(ray_address):
     assert outcome.failure.traceback.splitlines()[0].endswith("in fail_on_rank_1")
     assert outcome.failure.traceback.endswith("ValueError: the label of sample 7 is -1")
     assert outcome.failure.time > began
-
-
-@pytest.mark.ray
-def test_sys_exit_in_user_code_ends_the_run(ray_address):
-    outcome, _ = run("exit_on_rank_0", ray_address, max_failures=3)
-    assert outcome.failure.kind == "exit"
-    assert outcome.exit_code != 0
-    assert outcome.restarts == ()
 
 
 @pytest.mark.ray
@@ -162,8 +155,11 @@ class Driver:
         )
 
     def wait_until_marked(self):
+        self.wait_for(self.marker)
+
+    def wait_for(self, path):
         deadline = time.monotonic() + 120
-        while not self.marker.exists():
+        while not path.exists():
             assert self.process.poll() is None, self.process.stdout.read()
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -228,10 +224,12 @@ def test_ctrl_c_in_a_terminal_stops_after_the_step(start_driver):
 
 
 @pytest.mark.ray
-def test_a_second_signal_does_not_wait_for_the_ranks(start_driver):
-    driver = start_driver(None, entry="tests.ray_entries:ignore_stop")
+def test_a_second_signal_does_not_wait_for_the_ranks(start_driver, tmp_path):
+    asked = tmp_path / "asked"
+    driver = start_driver(None, entry="tests.ray_entries:ignore_stop", asked=str(asked))
     driver.wait_until_marked()
     driver.process.send_signal(signal.SIGTERM)
+    driver.wait_for(asked)
     driver.process.send_signal(signal.SIGINT)
     output, _ = driver.process.communicate(timeout=60)
     assert driver.process.returncode == 143, output

@@ -12,6 +12,7 @@ from raytrainer.errors import (
     DataError,
     NonFiniteLossError,
     ResumeError,
+    SampleError,
     StorageError,
 )
 from raytrainer.manifest import list_checkpoints
@@ -186,7 +187,7 @@ def test_unreadable_samples_are_left_out_and_counted(tmp_path, capsys):
     trainer = Trainer(run)
     trainer.train()
     assert trainer.state.progress.skipped_samples == 2
-    with pytest.raises(DataError, match="is torn"):
+    with pytest.raises(SampleError, match="is torn"):
         train(config(tmp_path / "stop", objects={"data.train": Torn()}))
 
 
@@ -363,7 +364,7 @@ def test_two_runs_of_one_name_are_refused(tmp_path):
 def test_a_label_outside_the_classes_is_named(tmp_path):
     data = Blobs()
     data.targets[42] = 9
-    with pytest.raises(DataError, match=r"sample 42 has the label 9\n.*4 outputs"):
+    with pytest.raises(SampleError, match=r"sample 42 has the label 9\n.*4 outputs"):
         train(config(tmp_path, objects={"data.train": data}))
 
 

@@ -1,6 +1,6 @@
 """Every private name of Ray core in use: to start a lean local Ray, to connect, and the key-value store.
 
-Written against the versions in `ray_run.TRIED_RAY_VERSIONS`; `tests/test_ray_adapter.py` says what to
+Written against the versions in `ray_session.TRIED_RAY_VERSIONS`; `tests/test_ray_adapter.py` says what to
 check for another one. The parts of Ray Train are in `ray_train`, which costs a second to import and only the
 driver needs.
 """

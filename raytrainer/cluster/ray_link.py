@@ -67,7 +67,7 @@ def run_linked(payload: dict, place: tuple, link: dict) -> dict:
 
 
 def choose_interface() -> None:
-    """Has gloo use the network that Ray uses: left alone it goes by the host's name, which may not resolve."""
+    """Has gloo use Ray's network: by default it goes by the host's name, which may not resolve."""
     if "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux":
         return
     if os.environ["GROUP_WORLD_SIZE"] == "1":

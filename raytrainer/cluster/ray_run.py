@@ -7,35 +7,31 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from raytrainer.cluster.outcome import Outcome, RankFailure, to_error
 from raytrainer.cluster.ray_failure import Retries, describe_loss, judge
 from raytrainer.cluster.ray_place import RankPlace, importable_paths, thread_environment
 from raytrainer.cluster.ray_request import WorkerRequest, check_request, plan_request
+from raytrainer.cluster.ray_session import explain_missing, open_session
 from raytrainer.cluster.signals import EXIT_CODES, StopSignal
-from raytrainer.errors import UsageError
 
 if TYPE_CHECKING:
     from raytrainer.cluster.ray_adapter import Session
     from raytrainer.cluster.ray_link import DriverLink
 
-# Those with which the private names in `ray_adapter` and `ray_train` were tried.
-TRIED_RAY_VERSIONS = ("2.60.0",)
 # Imported by each worker while the others start.
 PRELOAD = ["torch", "raytrainer.cluster.ray_link", "raytrainer.cluster.worker"]
 # How often the driver fetches records and looks for a request to stop.
 POLL_S = 0.1
 # After a stop at once: for Ray to let go of its workers.
 ABORT_S = 10.0
-# Not shipped to other machines with the working directory.
-EXCLUDED = [".git", ".venv", "venv", "__pycache__", ".pytest_cache", ".ruff_cache"]
 
 
 def run_on_ray(
@@ -111,6 +107,8 @@ class _Run:
         self._error: BaseException | None = None
         self._num_groups = 0
         self._stopped_at_once = False
+        # Ray's own start is over.
+        self._connected = False
         # The training has ended, and only Ray is left to be closed.
         self._over = False
         # Set by Ray's thread while there is something to talk to.
@@ -126,9 +124,12 @@ class _Run:
         # Ray's processes are told to end with the thread that starts them: it lasts as long as the run.
         thread = threading.Thread(target=self._use_ray, name="raytrainer-ray", daemon=True)
         thread.start()
-        stop_sent, deadline = False, None
+        stop_sent, deadline, connected = False, None, False
         while not self._ended.wait(POLL_S):
             link, control = self._link, self._control
+            if self._connected and not connected:
+                connected = True
+                restore_signal_handlers()
             if link is not None:
                 link.poll()
             if self._stop.requested and not self._stopped_at_once and not self._over:
@@ -172,6 +173,7 @@ class _Run:
             importing = threading.Thread(target=_import_ray_train, daemon=True)
             importing.start()
             session = open_session(self._settings, self._storage_path, self._verbose)
+            self._connected = True
             try:
                 importing.join()
                 if not self._stopped_at_once:
@@ -181,7 +183,7 @@ class _Run:
                 self._link = self._control = None
                 session.close()
         except ImportError as error:
-            self._error = _explain_missing(error)
+            self._error = explain_missing(error)
         except BaseException as error:  # raised again in the caller's thread
             self._error = error
         finally:
@@ -278,55 +280,17 @@ class _Run:
             self._on_record(record)
 
 
-def open_session(settings: Any, storage_path: str, verbose: bool) -> Session:
-    """A connection to the cluster that the settings name, else to RAY_ADDRESS, else to a Ray started here."""
-    from ray.exceptions import AuthenticationError
+def restore_signal_handlers() -> None:
+    """Puts Python's signal handlers back in front of the one that Ray installs when it connects.
 
-    from raytrainer.cluster import ray_adapter
-
-    address = settings.address or os.environ.get("RAY_ADDRESS") or "local"
-    runtime_env, init = dict(settings.runtime_env), dict(settings.init)
-    current = ray_adapter.current_session()
-    if current is not None:
-        return current
-    if address == "local":
-        return ray_adapter.start(init, runtime_env, verbose)
-    where = "ray.address" if settings.address else "RAY_ADDRESS"
-    if "://" in address:
-        raise UsageError(
-            f"{where} = {address}\n"
-            "  only the address of the cluster itself works here, not Ray Client or a dashboard\n"
-            "  write host:port of the head node (by default port 6379), or auto on a machine of the cluster"
-        )
-    try:
-        session = ray_adapter.connect(address, init, runtime_env, verbose)
-        if session.is_this_machine or "working_dir" in runtime_env or ray_adapter.in_submitted_job():
-            session.ships_files = "working_dir" in runtime_env or ray_adapter.in_submitted_job()
-            return session
-        session.close()
-        runtime_env = {**runtime_env, **shipped_directory(os.getcwd(), storage_path, runtime_env)}
-        session = ray_adapter.connect(address, init, runtime_env, verbose)
-        session.ships_files = True
-        return session
-    except AuthenticationError as error:
-        raise UsageError(
-            f"{where} = {address}\n  the cluster wants a token, and none that it accepts was found\n"
-            "  put it into ~/.ray/auth_token or RAY_AUTH_TOKEN, and set RAY_AUTH_MODE=token"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{where} = {address}\n  no Ray cluster answers there ({error})\n"
-            "  start one with `ray start --head`, correct it, or leave it out for a Ray of the run's own"
-        ) from error
-
-
-def shipped_directory(directory: str, storage_path: str, runtime_env: dict[str, Any]) -> dict[str, Any]:
-    """What a runtime_env needs to bring `directory` to other machines, without the runs in it."""
-    excludes = [*runtime_env.get("excludes", []), *EXCLUDED]
-    relative = os.path.relpath(os.path.abspath(storage_path), directory)
-    if "://" not in storage_path and not relative.startswith("..") and relative != ".":
-        excludes.append("/" + relative)
-    return {"working_dir": directory, "excludes": excludes}
+    Ray's writes a stack trace for SIGTERM, and aborts the process if that has not ended 3 s later.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGINT, signal.SIGTERM):
+        handler = signal.getsignal(number)
+        if handler is not None:
+            signal.signal(number, handler)
 
 
 def _describe_wait(request: WorkerRequest) -> str:
@@ -338,17 +302,3 @@ def _import_ray_train() -> None:
     # What is missing is reported where it is needed.
     with contextlib.suppress(ImportError):
         from raytrainer.cluster import ray_train  # noqa: F401
-
-
-def _explain_missing(error: ImportError) -> Exception:
-    if not (error.name or "").startswith("ray.") and error.name != "ray":
-        return error
-    try:
-        version = metadata.version("ray")
-    except metadata.PackageNotFoundError:
-        version = "not installed"
-    return UsageError(
-        f"Ray ({version}) lacks {error.name}: {error}\n"
-        f"  raytrainer was tried with Ray {', '.join(TRIED_RAY_VERSIONS)}\n"
-        f"  pip install 'ray[default,train]=={TRIED_RAY_VERSIONS[-1]}', or use --local, which needs no Ray"
-    )
