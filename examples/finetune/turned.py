@@ -9,14 +9,14 @@ from raytrainer.data import MnistSubset
 
 
 class TurnedDigits(MnistSubset):
-    """The first `size` packaged digits, turned by 90 degrees; whole batches at once, as MnistSubset.
+    """One in `every` of the packaged digits, turned by 90 degrees; whole batches at once, as MnistSubset.
 
     `raytrainer predict` takes image files of digits that lie on their side already.
     """
 
-    def __init__(self, split: str = "train", size: int = 1000):
+    def __init__(self, split: str = "train", every: int = 1):
         super().__init__(split)
-        self.images, self.targets = self.images[:size], self.targets[:size]
+        self.images, self.targets = self.images[::every], self.targets[::every]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         images, labels = super().__getitems__(indices)
