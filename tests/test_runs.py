@@ -16,7 +16,6 @@ from raytrainer.rundir import RunDirectory, is_live, read_result
 from tests.training import config as small_config
 from tests.training import train
 
-
 BLOBS = {"_target_": "tests.training.Blobs"}
 ACCURACY = {"_target_": "torchmetrics.classification.MulticlassAccuracy", "num_classes": 4}
 
