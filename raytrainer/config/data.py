@@ -81,7 +81,7 @@ class DataSection(Section):
 
     train: Target = Field(
         description="The data set to train on: a map-style `torch.utils.data.Dataset`.",
-        examples=[{"_target_": "raytrainer.data.MnistSample", "split": "train"}],
+        examples=[{"_target_": "raytrainer.data.MnistSubset", "split": "train"}],
     )
     eval: Target | None = Field(None, description="The data set to evaluate on; null: no evaluation.")
     global_batch_size: int = Field(
