@@ -1,7 +1,7 @@
 """CPU time and memory of processes, read from /proc; and of a whole command with everything that it started.
 
-Run as a program it measures one command: `python -m tests.benchmarks.measure OUT.json -- COMMAND ...`. It makes
-itself the parent of all that the command leaves behind (Ray's daemons, say), so that none is missed.
+`python -m tests.benchmarks.measure OUT.json TIMEOUT_S -- COMMAND ...` measures one command. It makes itself
+the parent of all that the command leaves behind (Ray's daemons, say), so that none is missed.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ def process_cpu_s(pid: int) -> float:
 
 
 def peak_memory(pid: int) -> dict[str, int]:
-    """In KiB: `peak`, the largest resident size so far (VmHWM), and `pss`, the present one, shared pages divided
-    among those that share them (absent where it cannot be read)."""
+    """In KiB: `peak`, the largest resident size so far (VmHWM), and `pss`, the present one with shared pages
+    divided among those that share them; without what cannot be read."""
     found: dict[str, int] = {}
     for file, key, name in (("status", "VmHWM:", "peak"), ("smaps_rollup", "Pss:", "pss")):
         try:
             lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
         except OSError:
             continue
-        found |= {name: int(line.split()[1]) for line in lines if line.startswith(key)}
+        found.update((name, int(line.split()[1])) for line in lines if line.startswith(key))
     return found
 
 
 def mark(event: str) -> None:
-    """Notes when something happened in this process, for the measuring one: "rank" at its start, "first_step"."""
+    """Notes for the measuring process that this one has started ("rank") or done its "first_step"."""
     if MARKS in os.environ:
         line = json.dumps({"event": event, "pid": os.getpid(), "time_s": time.time()}) + "\n"
         with open(os.environ[MARKS], "a") as file:
@@ -89,7 +89,9 @@ class Measured:
         return self.cpu_s
 
 
-def measure(command: Sequence[str], folder: Path, environment: dict[str, str], timeout_s: float = 300.0) -> Measured:
+def measure(
+    command: Sequence[str], folder: Path, environment: dict[str, str], timeout_s: float = 300.0
+) -> Measured:
     """Runs the command under a measuring process of its own; its output goes to `folder`/output.log."""
     folder.mkdir(parents=True, exist_ok=True)
     out = folder / "measured.json"

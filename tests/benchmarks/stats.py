@@ -11,7 +11,7 @@ from statistics import fmean, median
 
 @dataclass(frozen=True)
 class Ratio:
-    """mean: geometric, over the rounds; low, high: bounds that the true mean passes with 5% probability each."""
+    """mean: geometric, over the rounds; low, high: bounds that the true mean passes with 5% chance each."""
 
     mean: float
     median: float

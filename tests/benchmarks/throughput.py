@@ -40,12 +40,12 @@ THEIRS = {
 GOAL = 0.98
 
 
-def command_of(name: str, workload: Workload, folder: Path) -> list[str]:
-    """The command of a contender; for our own, its config is written to `folder`."""
+def command_of(name: str, workload: Workload, folder: Path, task: str = TASK) -> list[str]:
+    """The command of a contender; for our own, its config, with the `task`, is written to `folder`."""
     ranks = workload.num_ranks
     if name in OURS:
         config = folder / f"{name}.json"  # JSON is YAML
-        config.write_text(json.dumps(workload.config(name, str(folder / "runs"), TASK), indent=1))
+        config.write_text(json.dumps(workload.config(name, str(folder / "runs"), task), indent=1))
         if name == "trainer":
             return torchrun(f"{_CONTENDERS}.ours", ranks, str(config))
         local = ["--local"] if name == "raytrainer" else []

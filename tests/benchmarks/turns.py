@@ -1,8 +1,8 @@
 """Contenders take turns: each is started once and parked, then given blocks of steps while the others wait.
 
 On a busy machine of few cores two loops can only be compared within seconds of each other. A rank calls
-`Turns.step` before each of its steps; at the end of a block that call tells the coordinator how long the block
-took and waits for the next one. Over all ranks, a block lasts from the first rank's start to the last one's end.
+`Turns.step` before each of its steps; at the end of a block that call tells the coordinator how long the
+block took and waits for the next one. A block lasts from the first rank's start to the last one's end.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -47,9 +48,15 @@ class Turns:
         if self._started is not None:
             wall, cpu = time.perf_counter(), _cpu_s()
             self._send(
-                started=self._started[0], ended=wall, cpu_s=cpu - self._started[1], memory=peak_memory(os.getpid())
+                started=self._started[0],
+                ended=wall,
+                cpu_s=cpu - self._started[1],
+                memory=peak_memory(os.getpid()),
             )
-        order = json.loads(self._stream.readline() or '{"steps": 1}')  # a coordinator that has gone wants no more
+        line = self._stream.readline()
+        if not line:
+            raise ConnectionError("the coordinator has gone")
+        order = json.loads(line)
         self._left = order["steps"]
         self._started = time.perf_counter(), _cpu_s()
 
@@ -70,9 +77,10 @@ def join_turns() -> Turns | NoTurns:
 
 
 def _cpu_s() -> float:
-    """CPU time of this process, all its threads and its loader workers."""
-    children = sum(process_cpu_s(child.pid) for child in multiprocessing.active_children())
-    return time.process_time() + children
+    """CPU time of this process, all its threads and its loader workers, those that have ended too."""
+    alive = sum(process_cpu_s(child.pid) for child in multiprocessing.active_children())
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + alive + ended.ru_utime + ended.ru_stime
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,6 @@ class Block:
 @dataclass
 class _Started:
     process: subprocess.Popen[bytes]
-    log: IO[bytes]
     ranks: list[IO[str]] = field(default_factory=list)
 
 
@@ -102,7 +109,8 @@ class Coordinator:
 
     def __enter__(self) -> Coordinator:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `with` ends them
+            # So that `with` ends the contenders then too.
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(self._address)
         self._listener.listen()
@@ -111,16 +119,16 @@ class Coordinator:
 
     def start(self, name: str, command: Sequence[str], num_ranks: int, environment: dict[str, str]) -> None:
         """Returns when all its ranks stand before their first step."""
-        log = open(self._folder / f"{name}.log", "wb")
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, **environment, ADDRESS: self._address, NAME: name},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        started = self._contenders[name] = _Started(process, log)
+        with (self._folder / f"{name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **environment, ADDRESS: self._address, NAME: name},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        started = self._contenders[name] = _Started(process)
         give_up_at = time.monotonic() + _TIMEOUT_S
         while len(started.ranks) < num_ranks:
             try:
@@ -178,7 +186,6 @@ class Coordinator:
                 except subprocess.TimeoutExpired:
                     os.killpg(started.process.pid, signal.SIGKILL)
                     started.process.wait()
-            started.log.close()
         self._listener.close()
 
 

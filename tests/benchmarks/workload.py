@@ -20,7 +20,7 @@ _DATASETS = {
     "fashion": {"_target_": "raytrainer.data.FashionMnist", "split": "train", "augment": None},
 }
 _MODELS = {
-    # Without dropout, whose draws no two loops make alike: then equal weights prove that the work is the same.
+    # Without dropout, whose draws no two loops make alike: then equal weights prove equal work.
     "small_cnn": {"_target_": "raytrainer.models.SmallCnn", "dropout": 0.0},
     "mlp": {"_target_": "tests.benchmarks.models.mlp"},
     "linear": {"_target_": "tests.benchmarks.models.linear"},
@@ -29,8 +29,8 @@ _MODELS = {
 
 @dataclass(frozen=True)
 class Workload:
-    """num_steps: optimizer steps in all; global_batch_size: samples a step, over all ranks, each with an equal
-    part; width: channels of the first convolution; loader_workers: processes a rank that load data."""
+    """num_steps: optimizer steps in all; global_batch_size: samples a step, each rank having an equal part;
+    width: channels of the first convolution; loader_workers: processes a rank that load data."""
 
     num_steps: int
     data: str = "mnist"
@@ -120,7 +120,7 @@ class Workload:
         )
 
     def config(self, name: str, storage_path: str, task: str) -> dict[str, Any]:
-        """The same as a config of raytrainer's; task: dotted name of the Task that reports to the benchmark."""
+        """The same as a config of raytrainer's; task: dotted name of the Task that reports to us."""
         return {
             "name": name,
             "storage_path": storage_path,

@@ -1,4 +1,4 @@
-"""A hand-written DDP loop, started by torchrun; with `plain`, over torch's DataLoader and DistributedSampler."""
+"""A hand-written DDP loop, started by torchrun; with `plain`, with torch's own DataLoader and sampler."""
 
 from __future__ import annotations
 
