@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Schedule:
-    """A learning-rate schedule and when it advances: each "step", "epoch" or "eval" (with the monitored value)."""
+    """A learning-rate schedule and when it advances: each "step", "epoch" or "eval" (with the monitored
+    value)."""
 
     scheduler: Any
     interval: str
@@ -42,17 +43,21 @@ def build_data(config: Config) -> Data:
     """Raises DataError for a data set that is empty or has no length, TargetError when one cannot be made."""
     train = instantiate(config.data.train, at="data.train")
     inspect_dataset(train, "data.train")
-    evaluation = None
-    if config.data.eval is not None:
-        evaluation = instantiate(config.data.eval, at="data.eval")
-        inspect_dataset(evaluation, "data.eval")
-    collate_fn = config.data.collate_fn
-    if collate_fn is not None:
-        collate_fn = callable_from(collate_fn, at="data.collate_fn")
+    evaluation = build_eval_data(config)
+    collate_fn = callable_from(config.data.collate_fn, at="data.collate_fn")
     order = None
     if config.data.order is not None:
         order = _with_what_it_takes(config.data.order, "data.order", dataset=train)
     return Data(train, evaluation, collate_fn, order)
+
+
+def build_eval_data(config: Config) -> Any | None:
+    """The evaluation data set alone; None where there is none. Raises as `build_data` does."""
+    if config.data.eval is None:
+        return None
+    evaluation = instantiate(config.data.eval, at="data.eval")
+    inspect_dataset(evaluation, "data.eval")
+    return evaluation
 
 
 def build_sampler(config: Config, data: Data, rank: int, world_size: int) -> ElasticBatchSampler:
@@ -70,7 +75,8 @@ def build_sampler(config: Config, data: Data, rank: int, world_size: int) -> Ela
 
 
 def build_model(config: Config, device: torch.device) -> nn.Module:
-    """The model on its device, its weights drawn from the config's seed or read from `init_from`, frozen as asked."""
+    """The model on its device, its weights drawn from the config's seed or read from `init_from`, frozen as
+    asked."""
     torch.manual_seed(config.seed)
     model = instantiate(config.model, at="model")
     if not isinstance(model, nn.Module):
@@ -83,25 +89,27 @@ def build_model(config: Config, device: torch.device) -> nn.Module:
 
 def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: str) -> None:
     """Raises ConfigError that names what does not fit."""
+    misfit = describe_misfit(model, weights)
+    if misfit:
+        raise ConfigError(
+            Problem("config", "init_from", f"its weights do not fit the model: {misfit}", source)
+        )
+    model.load_state_dict(weights)
+
+
+def describe_misfit(model: nn.Module, weights: dict[str, torch.Tensor]) -> str | None:
+    """Why the weights are another model's, with the first few names; None when they fit."""
     own = model.state_dict()
     problems = [f"{name} is missing" for name in own if name not in weights]
     problems += [f"{name} is not in the model" for name in weights if name not in own]
     problems += [
         f"{name} is {tuple(weights[name].shape)}, the model's is {tuple(value.shape)}"
         for name, value in own.items()
-        if name in weights and weights[name].shape != value.shape
+        if name in weights and isinstance(value, torch.Tensor) and weights[name].shape != value.shape
     ]
-    if problems:
-        more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
-        raise ConfigError(
-            Problem(
-                "config",
-                "init_from",
-                f"its weights do not fit the model: {'; '.join(problems[:4])}{more}",
-                source,
-            )
-        )
-    model.load_state_dict(weights)
+    if not problems:
+        return None
+    return "; ".join(problems[:4]) + (f" and {len(problems) - 4} more" if len(problems) > 4 else "")
 
 
 def build_task(config: Config, model: nn.Module, device: torch.device) -> Task:
@@ -160,7 +168,8 @@ def build_schedules(
 
 
 def _with_what_it_takes(target: Any, where: str, *args: Any, **offers: Any) -> Any:
-    """Instantiates `target` with those of `offers` that it has a parameter for and that the config leaves open."""
+    """Instantiates `target` with those of `offers` that it has a parameter for and that the config leaves
+    open."""
     given_already = target if isinstance(target, dict) else {}
     given = {
         name: value for name, value in offers.items() if name not in given_already and takes(target, name)

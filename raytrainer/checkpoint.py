@@ -1,8 +1,9 @@
-"""Checkpoints: a copy of the state taken between steps, written off the training path, committed by a manifest.
+"""Checkpoints: a copy of the state taken between steps, written off the training path, committed by a
+manifest.
 
-checkpoints/step_00000120/ holds model.pt, training.pt and manifest.json. The manifest (names, sizes, checksums)
-is written last; without a valid one the checkpoint does not exist. This needs neither rename nor append, and so
-holds on object stores too.
+checkpoints/step_00000120/ holds model.pt, training.pt and manifest.json. The manifest (names, sizes,
+checksums) is written last; without a valid one the checkpoint does not exist. This needs neither rename nor
+append, and so holds on object stores too.
 """
 
 from __future__ import annotations
@@ -146,7 +147,8 @@ def load_latest(storage: Storage) -> tuple[CheckpointInfo, dict[str, Any], dict[
         return info, model, training
     if infos:
         raise CheckpointError(
-            f"every checkpoint under {storage.path(FOLDER)} is damaged\n  start over with --fresh, which keeps the old directory"
+            f"every checkpoint under {storage.path(FOLDER)} is damaged\n"
+            "  start over with --fresh, which keeps the old directory"
         )
     return None
 

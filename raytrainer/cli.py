@@ -95,3 +95,92 @@ def schema() -> None:
     from raytrainer.config import json_schema
 
     typer.echo(json.dumps(json_schema(), indent=2))
+
+
+RunDirArgument = Annotated[
+    str, typer.Argument(metavar="RUN_DIR", help="<storage_path>/<name>, as in runs/mnist.")
+]
+CheckpointOption = Annotated[
+    str, typer.Option("--checkpoint", metavar="best|last|step_XXXXXXXX", help="Which checkpoint to take.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command("eval")
+def evaluate(
+    run_dir: RunDirArgument,
+    config_and_overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG] [KEY=VALUE]...",
+            help="A YAML file in place of the run's own config; values in place of the config's.",
+        ),
+    ] = None,
+    checkpoint: CheckpointOption = "best",
+    as_json: JsonOption = False,
+) -> None:
+    """Evaluate a checkpoint of RUN_DIR on the evaluation data, in this process."""
+    from raytrainer.reports import evaluation_report
+
+    typer.echo(evaluation_report(run_dir, config_and_overrides or [], checkpoint, as_json))
+
+
+@app.command()
+def predict(
+    run_dir: RunDirArgument,
+    files: Annotated[list[str], typer.Argument(metavar="FILES...", help="Image files.")],
+    checkpoint: CheckpointOption = "best",
+    top_k: Annotated[int, typer.Option("--top-k", min=1, help="Classes to show for each file.")] = 3,
+    as_json: JsonOption = False,
+) -> int:
+    """Predict the classes of image files, prepared as the evaluation data is."""
+    from raytrainer.reports import print_predictions
+
+    return print_predictions(run_dir, files, checkpoint, top_k, as_json)
+
+
+@app.command()
+def export(
+    run_dir: RunDirArgument,
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write to.")],
+    checkpoint: CheckpointOption = "best",
+    format: Annotated[
+        str, typer.Option("--format", metavar="safetensors|torch-export|both", help="What to write.")
+    ] = "both",
+) -> None:
+    """Write the model to OUT, to be loaded without raytrainer."""
+    from raytrainer.reports import export_report
+
+    typer.echo(export_report(run_dir, out, checkpoint, format))
+
+
+@app.command()
+def runs(
+    storage_path: Annotated[
+        str, typer.Argument(metavar="[STORAGE_PATH]", help="Where the run directories are.")
+    ] = "runs",
+    as_json: JsonOption = False,
+) -> None:
+    """List the runs under STORAGE_PATH, the latest active first."""
+    from raytrainer import runs as listing
+    from raytrainer.table import as_table
+
+    found = listing.list_runs(storage_path)
+    if as_json:
+        typer.echo(listing.as_json(found))
+    elif not found:
+        typer.echo(f"no runs under {storage_path}")
+    else:
+        typer.echo(as_table(["NAME", "STATUS", "STEPS", "BEST", "TIME", "AGE"], listing.as_rows(found)))
+
+
+@app.command()
+def init(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The folder to create, and the run's name.")],
+) -> None:
+    """Create a project folder: a config, a model and its data, a test."""
+    from raytrainer.new_project import create_project
+
+    for path in create_project(name):
+        typer.echo(f"created {path}")
+    typer.echo(f"next: cd {name} && raytrainer run config.yaml")

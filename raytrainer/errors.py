@@ -7,7 +7,9 @@
     │   ├── DataError                   a data set that cannot be trained on as it is
     │   ├── ResumeError                 a run directory or checkpoint that does not fit the config
     │   └── ClusterRequestError         more than the cluster can ever give
+    ├── ExportError                 1   a model that cannot be written in the format asked for
     └── TrainingError               1   the run started and failed
+        ├── SampleError                 a sample that cannot be loaded, or has a label outside the classes
         ├── NonFiniteLossError          NaN or infinity where the config says stop
         ├── WorkerError                 an exception in one rank's user code
         ├── WorkerLostError             a rank's process died
@@ -75,7 +77,7 @@ class TargetError(UsageError):
 
 
 class DataError(UsageError):
-    """A data set that cannot be trained on as it is: empty, iterable-only, labels outside the classes."""
+    """A data set that cannot be trained on as it is: empty, or iterable-only."""
 
 
 class ResumeError(UsageError):
@@ -86,8 +88,16 @@ class ClusterRequestError(UsageError):
     """The config asks for more than the cluster can ever give."""
 
 
+class ExportError(RaytrainerError):
+    """torch.export cannot turn the model into a program; what it can be exported to was written."""
+
+
 class TrainingError(RaytrainerError):
     """The run started and failed."""
+
+
+class SampleError(TrainingError):
+    """A sample, met in training, that cannot be loaded, or has a label outside the classes."""
 
 
 class NonFiniteLossError(TrainingError):

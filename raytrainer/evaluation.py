@@ -31,7 +31,8 @@ def evaluate(
 ) -> dict[str, float]:
     """The mean loss (as "loss") and every metric over the whole evaluation data.
 
-    batches: this rank's LoadedMicrobatches, in order and on the device; metrics: torchmetrics by name, reset here.
+    batches: this rank's LoadedMicrobatches, in order and on the device; metrics: torchmetrics by name, reset
+    here.
     """
     for metric in metrics.values():
         metric.reset()
@@ -40,6 +41,7 @@ def evaluate(
         for loaded in batches:
             if loaded.num_samples == 0:
                 continue
+            task.indices = loaded.indices
             output = task.evaluation_step(loaded.batch)
             if not isinstance(output, EvaluationOutput):
                 raise TypeError(
@@ -134,6 +136,6 @@ def check_metric(name: str, metric: Any) -> None:
         )
     if not metric._defaults:
         raise DataError(
-            f"metrics.{name}: a {type(metric).__name__} wraps other metrics and has no state of its own to merge\n"
+            f"metrics.{name}: a {type(metric).__name__} wraps other metrics, with no state of its own to merge\n"
             "  give the metrics inside one by one, or average over classes with the metric's own keyword"
         )

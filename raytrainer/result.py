@@ -9,13 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Result:
-    """status: finished, failed or stopped; steps and epochs: finished ones since the very beginning of the run.
+    """status: finished, failed or stopped; steps and epochs: finished ones since the very beginning of the
+    run.
 
     samples_seen counts the samples of those steps; lost_steps those that were computed and thrown away;
     world_sizes in the order in which they were used; metrics has the last value of each metric and best
     the best checkpoint ({"step", "metric", "value", "checkpoint"}) or None.
     weights_sha256 covers the raw weights, never the EMA; state_sha256 optimizers, schedules, scaler,
-    EMA and position. target: the config's max_epochs and max_steps, which tell a finished run from one to go on with.
+    EMA and position. target: the config's max_epochs and max_steps, which tell a finished run from one to go
+    on with.
     """
 
     status: str

@@ -48,5 +48,5 @@ def check_same_meaning(root: str, before: dict[str, Any], now: dict[str, Any]) -
         lines = "\n".join(f"  {line}" for line in changed)
         raise ResumeError(
             f"{root} was begun with another config:\n{lines}\n"
-            "  give this run another name (name=...), or start over with --fresh, which keeps the old directory"
+            "  give this run another name (name=...), or start over with --fresh, which keeps the old one"
         )

@@ -18,6 +18,7 @@ import time
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from raytrainer.config import importable
 from raytrainer.errors import ResumeError, StorageError
 from raytrainer.result import Result
 from raytrainer.storage import Storage, open_storage, read_lines
@@ -25,6 +26,8 @@ from raytrainer.storage import Storage, open_storage, read_lines
 if TYPE_CHECKING:
     from raytrainer.config import Config
 
+CONFIG_FILE, ENVIRONMENT_FILE, RESULT_FILE = "config.yaml", "env.json", "result.json"
+EVENTS_FILE = "events.jsonl"
 _PACKAGES = ("raytrainer", "torch", "torchvision", "ray", "numpy", "torchmetrics", "pydantic", "omegaconf")
 
 
@@ -62,7 +65,7 @@ class RunDirectory:
         try:
             token = secrets.token_hex(8)
             storage.write("token", token.encode())
-            last = storage.read("result.json") if storage.exists("result.json") else None
+            last = storage.read(RESULT_FILE) if storage.exists(RESULT_FILE) else None
             return cls(storage.root, token, lock=lock, last_result=_parse_result(last))
         except BaseException:
             _release(lock)
@@ -77,24 +80,28 @@ class RunDirectory:
             lock = os.open(storage.path("lock"), os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise StorageError(f"cannot write {storage.path('lock')}: {error.strerror}") from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _lock_unless_held(lock):
             holder = os.read(lock, 200).decode(errors="replace").strip() or "another process"
             os.close(lock)
             raise ResumeError(
                 f"{storage.root} is in use by {holder}\n"
                 "  two runs cannot share a run directory; wait for that one, or give this one another name: "
                 "name=..."
-            ) from None
+            )
+        _LOCKS.add(lock)
         os.truncate(lock, 0)
         os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         return lock
 
     def write_description(self, config: Config, command: list[str] | None = None) -> None:
-        """config.yaml (secrets left as names) and env.json (versions, host, command) of this attempt."""
-        self.storage.write("config.yaml", config.stored_yaml().encode())
-        self.storage.write("env.json", json.dumps(describe_environment(command), indent=2).encode() + b"\n")
+        """config.yaml (secrets left as names) and env.json (versions, host, command) of this attempt.
+
+        The result of an earlier attempt goes: while there is none, the run goes on or was interrupted.
+        """
+        environment = {**describe_environment(command), "import_paths": importable(config)}
+        self.storage.write(CONFIG_FILE, config.stored_yaml().encode())
+        self.storage.write(ENVIRONMENT_FILE, json.dumps(environment, indent=2).encode() + b"\n")
+        self.storage.delete(RESULT_FILE)
 
     def owns(self) -> bool:
         """Whether no later run has taken the directory since."""
@@ -103,14 +110,14 @@ class RunDirectory:
     def event(self, event: str, **details: Any) -> dict[str, Any]:
         """Adds a line to events.jsonl and returns it."""
         record = {"event": event, "time_s": round(time.time(), 3), **details}
-        self.storage.append("events.jsonl", json.dumps(record).encode() + b"\n")
+        self.storage.append(EVENTS_FILE, json.dumps(record).encode() + b"\n")
         return record
 
     def events(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in read_lines(self.storage, "events.jsonl")]
+        return [json.loads(line) for line in read_lines(self.storage, EVENTS_FILE)]
 
     def write_result(self, result: Result) -> None:
-        self.storage.write("result.json", result.to_json().encode())
+        self.storage.write(RESULT_FILE, result.to_json().encode())
 
     def close(self) -> None:
         if self._lock is not None:
@@ -124,9 +131,58 @@ class RunDirectory:
         self.close()
 
 
+def _lock_unless_held(lock: int) -> bool:
+    """Takes the lock; False when another run holds it. `is_live` shares it for an instant: that is waited
+    for."""
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            time.sleep(0.001)  # no event tells that a lock has become free without taking it
+
+
+def is_live(root: str) -> bool | None:
+    """Whether a process holds the run directory `root` now; None on an object store, which has no locks."""
+    storage = open_storage(root)
+    if storage.is_remote:
+        return None
+    try:
+        lock = os.open(storage.path("lock"), os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise StorageError(f"cannot read {storage.path('lock')}: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+_LOCKS: set[int] = set()
+
+
 def _release(lock: int | None) -> None:
     if lock is not None:
+        _LOCKS.discard(lock)
         os.close(lock)
+
+
+def _release_in_child() -> None:
+    """A forked process (a loader worker) must not hold the lock when this one is gone."""
+    while _LOCKS:
+        os.close(_LOCKS.pop())
+
+
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 def _parse_result(content: bytes | None) -> Result | None:
@@ -141,7 +197,7 @@ def _parse_result(content: bytes | None) -> Result | None:
 def read_result(root: str) -> Result | None:
     """The result of the run directory `root`, or None where it has none (yet)."""
     storage = open_storage(root)
-    return _parse_result(storage.read("result.json")) if storage.exists("result.json") else None
+    return _parse_result(storage.read(RESULT_FILE)) if storage.exists(RESULT_FILE) else None
 
 
 def describe_environment(command: list[str] | None = None) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from raytrainer.task import Task
 class Progress:
     """Where the run stands: plain numbers, the same on every rank.
 
-    step, samples_seen: of finished steps since the start of the run; epoch: finished epochs; step_in_epoch: of
-    the current one, equal to the steps an epoch when its end (schedule, evaluation) is still to be attended to.
+    step, samples_seen: of finished steps since the start of the run; epoch: finished epochs; step_in_epoch:
+    of the current one, equal to the steps an epoch when its end (schedule, evaluation) is still to be
+    attended to.
     """
 
     step: int = 0

@@ -31,7 +31,8 @@ _LOSS, _WEIGHT, _STOP, _SKIPPED, _NUM_VOTES = 0, 1, 2, 3, 4
 
 @dataclass(frozen=True)
 class Votes:
-    """What all ranks know after a step: its number, mean loss, whether a rank wishes to stop, samples left out."""
+    """What all ranks know after a step: its number, mean loss, whether a rank wishes to stop, samples left
+    out."""
 
     step: int
     loss: float
@@ -60,6 +61,7 @@ class VotingStep(nn.Module):
         keywords: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(this microbatch's part of the mean loss times factor, a term whose gradient is the votes)."""
+        self.task.indices = loaded.indices
         output = self.last_output = as_step_output(self.task.training_step(loaded.batch, **keywords))
         share = (loaded.num_samples if output.weight is None else output.weight) * (factor / num_step_samples)
         loss = output.loss * share
@@ -72,7 +74,8 @@ class VotingStep(nn.Module):
 
 
 class VoteReader:
-    """Reads the votes of each step: at once on a CPU, `lag` steps later on a GPU, so that nothing waits for it.
+    """Reads the votes of each step: at once on a CPU, `lag` steps later on a GPU, so that nothing waits for
+    it.
 
     Every rank reads the votes of the same step in the same step, so all come to the same decision.
     """
@@ -103,8 +106,8 @@ class VoteReader:
 class StepBuffers:
     """Keeps every buffer that the forward pass changes as microbatch 0, always rank 0's, left it.
 
-    BatchNorm is told not to update its running statistics elsewhere; any other buffer that is seen to change is
-    put back afterwards, and taken over from rank 0 after the step.
+    BatchNorm is told not to update its running statistics elsewhere; any other buffer that is seen to change
+    is put back afterwards, and taken over from rank 0 after the step.
     """
 
     def __init__(self, model: nn.Module):
@@ -152,8 +155,8 @@ class StepBuffers:
 class GradientStep:
     """Computes the gradients of one step after another.
 
-    After `compute`, every trained parameter's `.grad` is the gradient of the step's weighted mean loss over all
-    ranks (times the scaler's factor), and `votes_grad` holds what VoteReader reads.
+    After `compute`, every trained parameter's `.grad` is the gradient of the step's weighted mean loss over
+    all ranks (times the scaler's factor), and `votes_grad` holds what VoteReader reads.
     """
 
     def __init__(
@@ -178,6 +181,7 @@ class GradientStep:
         # A microbatch of unreadable samples alone computes nothing, and DDP would wait for its gradients.
         self._always_explicit = always_explicit or may_lose_samples
         self._may_lose_samples = may_lose_samples
+        self._find_unused_parameters = find_unused_parameters
         self._weighted: bool | None = None
         self._ddp: DistributedDataParallel | None = None
         if process.world_size > 1 and not self._always_explicit:
@@ -220,7 +224,8 @@ class GradientStep:
         ranks_idle = plan.num_microbatches < self._process.world_size
         explicit = self._process.world_size > 1 and (self._always_explicit or ranks_idle)
         keywords = {} if optimizer is None else {"optimizer": optimizer}
-        # DDP divides by the number of ranks; the loss is multiplied by it beforehand, since a step's mean is ours.
+        # DDP divides by the number of ranks; the loss is multiplied by it beforehand, since a step's mean is
+        # ours.
         factor = float(self._process.world_size) if self._ddp is not None and not explicit else 1.0
         num_local, num_skipped = len(plan.local), 0
         for position in range(num_local):
@@ -237,6 +242,8 @@ class GradientStep:
             sum_gradients(self._parameters if parameters is None else [*parameters, self._module.votes])
         self._buffers.share(self._process.world_size)
         if self._weighted is None:
+            if self._ddp is not None and not explicit and not self._find_unused_parameters:
+                self._refuse_unused_parameters()
             self._agree_on_first_step()
         if self._weighted:
             self._divide_by_weight()
@@ -244,8 +251,9 @@ class GradientStep:
     def warm_up(self, loaded: LoadedMicrobatch) -> None:
         """Lets DDP settle its bucket layout before the first real step, and leaves no other trace.
 
-        DDP lays its buckets anew after the first backward pass; over more than two ranks the layout decides the
-        order of a sum, so that a resumed run would differ in its first step from one that was never stopped.
+        DDP lays its buckets anew after the first backward pass; over more than two ranks the layout decides
+        the order of a sum, so that a resumed run would differ in its first step from one that was never
+        stopped.
         """
         if self._ddp is None or self._process.world_size <= 2:
             return
@@ -286,8 +294,25 @@ class GradientStep:
             votes.grad[_STOP] = float(stop)
             votes.grad[_SKIPPED] = float(num_skipped)
 
+    def _refuse_unused_parameters(self) -> None:
+        """Without this, DDP would leave out sums in this step without a word, and only complain in the next."""
+        named = self._module.model.named_parameters()
+        unused = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
+        if unused:
+            more = f" and {len(unused) - 4} more" if len(unused) > 4 else ""
+            raise ConfigError(
+                Problem(
+                    "config",
+                    "model",
+                    f"these parameters got no gradient in the first step: {', '.join(unused[:4])}{more}",
+                    fix="freeze them (parameters.freeze), use them in the loss, or write "
+                    "training.find_unused_parameters: true",
+                )
+            )
+
     def _agree_on_first_step(self) -> None:
-        """Rank 0, which always has a microbatch, says whether losses come with weights and which buffers change."""
+        """Rank 0, which always has a microbatch, says whether losses come with weights and which buffers
+        change."""
         output = self._module.last_output
         weighted = self._may_lose_samples or (output is not None and output.weight is not None)
         facts = weighted, self._buffers.find_changed()

@@ -1,6 +1,7 @@
 """Files of a run, on a local or shared file system or behind an fsspec address (s3://, gs://, memory://).
 
-A file that `write` returned from is whole and durable: a reader sees the old content or the new, never a part.
+A file that `write` returned from is whole and durable: a reader sees the old content or the new, never a
+part.
 """
 
 from __future__ import annotations

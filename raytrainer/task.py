@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from raytrainer.data.checks import label_range_error
 from raytrainer.errors import ConfigError, Problem
 
 
@@ -19,7 +20,8 @@ class StepOutput:
 
     loss: 0-d tensor, the mean over the microbatch.
     weight: how much this microbatch counts in the mean over the step, a number or 0-d tensor (tokens, say);
-    None is the number of samples. metrics: numbers or 0-d tensors to log, from the first rank's last microbatch.
+    None is the number of samples. metrics: numbers or 0-d tensors to log, from the first rank's last
+    microbatch.
     """
 
     loss: torch.Tensor
@@ -40,11 +42,12 @@ class EvaluationOutput:
 class Task:
     """Supervised learning on batches of (inputs, targets); subclass it for anything else.
 
-    The trainer sets `model`, `loss` (None when the config has none), `device`, `seed` and `step` (the number of
-    finished steps) before the first call. `model` here is the bare module: the trainer does what several ranks
-    need around the call. Both step methods are called once a microbatch, on any rank, so they must not
-    communicate; on more than two ranks `training_step` also runs once before the first step with its results
-    thrown away. A loss that couples samples (contrastive, say) sees one microbatch.
+    The trainer sets `model`, `loss` (None when the config has none), `device` and `seed` before the first
+    call, `step` (the number of finished steps) and `indices` (the batch's samples in the data set) before
+    each. `model` here is the bare module: the trainer does what several ranks need around the call. Both step
+    methods are called once a microbatch, on any rank, so they must not communicate; on more than two ranks
+    `training_step` also runs once before the first step with its results thrown away. A loss that couples
+    samples (contrastive, say) sees one microbatch.
     """
 
     model: nn.Module
@@ -52,6 +55,7 @@ class Task:
     device: torch.device = torch.device("cpu")
     seed: int = 0
     step: int = 0
+    indices: Sequence[int] | None = None
 
     def training_step(self, batch: Any) -> torch.Tensor | StepOutput:
         """The mean loss of one microbatch, on the device already. With several optimizers (see
@@ -92,7 +96,8 @@ class Task:
         kind = type(batch).__name__
         size = f" of {len(batch)}" if isinstance(batch, list | tuple | Mapping) else ""
         raise TypeError(
-            f"without a `task`, a batch must be a pair (inputs, targets), and the data set gives a {kind}{size}; "
+            "without a `task`, a batch must be a pair (inputs, targets), "
+            f"and the data set gives a {kind}{size}; "
             "write a Task with a training_step of your own"
         )
 
@@ -106,7 +111,19 @@ class Task:
                     fix="write: loss: {_target_: torch.nn.CrossEntropyLoss}",
                 )
             )
-        return self.loss(outputs, targets)
+        try:
+            return self.loss(outputs, targets)
+        except (IndexError, RuntimeError) as error:
+            if _are_class_labels(outputs, targets):
+                wrong_label = label_range_error(targets, outputs.shape[1], self.indices)
+                if wrong_label is not None:
+                    raise wrong_label from error
+            raise
+
+
+def _are_class_labels(outputs: Any, targets: Any) -> bool:
+    tensors = isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)
+    return tensors and outputs.dim() > 1 and targets.dim() > 0 and not targets.is_floating_point()
 
 
 def as_step_output(value: Any) -> StepOutput:

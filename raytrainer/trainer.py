@@ -18,14 +18,15 @@ import numpy as np
 import torch
 
 from raytrainer import build, checkpoint, loggers
+from raytrainer.config import add_importable
 from raytrainer.data import EvalBatches, build_loader, mix_seed
 from raytrainer.distributed import Process, broadcast_object
-from raytrainer.errors import NonFiniteLossError, ResumeError
+from raytrainer.errors import NonFiniteLossError, RaytrainerError, ResumeError, StorageError
 from raytrainer.evaluation import evaluate
-from raytrainer.manifest import FOLDER, MODEL_FILE, TRAINING_FILE, folder_name
+from raytrainer.manifest import FOLDER, MODEL_FILE, TRAINING_FILE, folder_name, list_checkpoints
 from raytrainer.policy import DuePolicy, improves
 from raytrainer.result import Result
-from raytrainer.resume import DATA_LENGTH, check_same_meaning, continued, finished_result
+from raytrainer.resume import DATA_LENGTH, check_same_meaning, continued
 from raytrainer.rundir import RunDirectory
 from raytrainer.state import TrainState
 from raytrainer.step import GradientStep, VoteReader, refuse_communicating_modules
@@ -55,9 +56,9 @@ class _NeverStop:
 class Trainer:
     """Trains what a config describes, as one rank of a job.
 
-    config: may hold objects in place of targets. process: this rank; read from torchrun's environment variables
-    by default, a job of one without them. observer: gets rank 0's metric records and events. stop: looked at
-    once a step; the step is finished and saved first. run_dir: opened from the config by default.
+    config: may hold objects in place of targets. process: this rank; read from torchrun's environment
+    variables by default, a job of one without them. observer: gets rank 0's metric records and events. stop:
+    looked at once a step; the step is finished and saved first. run_dir: opened from the config by default.
     started_at: Unix time at which the user's command started, for `time_to_first_step_s`.
     """
 
@@ -84,7 +85,12 @@ class Trainer:
         """Trains to the end, or to a wish to stop; resumes from the run directory's newest checkpoint."""
         gpus = self.config.scaling.gpus_per_worker
         device = self.process.device(None if gpus == "auto" else gpus > 0)
-        with self.process.join(device), self._directory() as self._run_dir:
+        standalone = self._run_dir is None
+        with (
+            self.process.join(device),
+            self._directory() as self._run_dir,
+            contextlib.ExitStack() as self._loaders,
+        ):
             self._set_up(device)
             try:
                 status = self._run()
@@ -96,6 +102,8 @@ class Trainer:
             result = self._result(status)
             self._event(status, step=result.steps)
             self._logger.close()
+            if standalone and self.process.is_first:
+                self._run_dir.write_result(result)
             return result
 
     # Setting up ---------------------------------------------------------------------------------------------
@@ -105,6 +113,7 @@ class Trainer:
         if self._run_dir is not None:
             yield self._run_dir
             return
+        add_importable(self.config)
         opened = RunDirectory.open(self.config) if self.process.is_first else None
         with opened or contextlib.nullcontext():
             address = broadcast_object(opened and (opened.root, opened.token), self.process.world_size)
@@ -112,7 +121,23 @@ class Trainer:
             self.config = continued(self.config, run_dir)
             if opened is not None:
                 opened.write_description(self.config)
-            yield run_dir
+            try:
+                yield run_dir
+            except Exception as error:
+                if opened is not None:
+                    self._keep_failure(opened, error)
+                raise
+
+    def _keep_failure(self, run_dir: RunDirectory, error: Exception) -> None:
+        """Writes the result of a failed run; where that fails too, the error on its way is the one to show."""
+        exit_code = getattr(error, "exit_code", 1)
+        with contextlib.suppress(StorageError):
+            infos = list_checkpoints(run_dir.storage)
+            known = {"steps": infos[-1].step, "epochs": infos[-1].epoch} if infos else {}
+            text = str(error) if isinstance(error, RaytrainerError) else f"{type(error).__name__}: {error}"
+            run_dir.write_result(
+                Result("failed", exit_code, error=text, target=self.config.training.target, **known)
+            )
 
     def _set_up(self, device: torch.device) -> None:
         config, process = self.config, self.process
@@ -154,6 +179,7 @@ class Trainer:
         )
         self._votes = VoteReader(device, lag=0 if config.training.on_nan == "skip" else 2)
         self._loader = self._build_loader(self.data.train, self.sampler, "data.train")
+        self._eval_loader: Any = None
         self._timer = StepTimer()
         self._due = DuePolicy.from_config(config)
         self._last_saved, self._last_save_at = self._place(), time.monotonic()
@@ -162,7 +188,7 @@ class Trainer:
 
     def _build_loader(self, dataset: Any, sampler: Any, where: str) -> Any:
         config = self.config
-        return build_loader(
+        loader = build_loader(
             dataset,
             sampler,
             config.data.loader,
@@ -172,6 +198,8 @@ class Trainer:
             device_type=self.device.type,
             where=where,
         )
+        self._loaders.callback(loader.close)
+        return loader
 
     def _open_sinks(self) -> None:
         config, run_dir = self.config, self._run_dir
@@ -367,7 +395,10 @@ class Trainer:
     def _advance_schedules(self, interval: str, value: float | None = None) -> None:
         for schedule in self.state.schedules.values():
             if schedule.interval == interval:
-                schedule.scheduler.step(*(() if value is None else (value,)))
+                with warnings.catch_warnings():
+                    # True of this process alone, when the run was resumed right after an epoch's last step.
+                    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+                    schedule.scheduler.step(*(() if value is None else (value,)))
 
     def _evaluate(self) -> bool:
         """Evaluates and notes the result; returns whether the monitored value is the best so far."""
@@ -405,16 +436,17 @@ class Trainer:
 
     def _evaluate_model(self) -> dict[str, float]:
         task, process = self.state.task, self.process
-        size = self.config.eval.batch_size or self.config.data.micro_batch_size
-        batches = EvalBatches(len(self.data.eval), size, process.rank, process.world_size)
-        loader = self._build_loader(self.data.eval, batches, "data.eval")
+        if self._eval_loader is None:
+            size = self.config.eval.batch_size or self.config.data.micro_batch_size
+            batches = EvalBatches(len(self.data.eval), size, process.rank, process.world_size)
+            self._eval_loader = self._build_loader(self.data.eval, batches, "data.eval")
         model = self.state.evaluated_model
         task.model, trained = model, task.model
         try:
             return evaluate(
                 model,
                 task,
-                ahead_of_use(iter(loader), self.device),
+                ahead_of_use(iter(self._eval_loader), self.device),
                 self.metrics,
                 process,
                 self.device,

@@ -1,4 +1,5 @@
-"""Batches to the device ahead of the step that needs them: pinned memory, a stream of its own, nothing waited for."""
+"""Batches to the device ahead of the step that needs them: pinned memory, a stream of its own, nothing waited
+for."""
 
 from __future__ import annotations
 

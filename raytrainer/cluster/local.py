@@ -90,7 +90,8 @@ def _outcome_of(results: dict[int, dict], stop: StopSignal, restarts: tuple[Rank
     if status != "stopped":
         return Outcome(status, result.get("exit_code", 0), result, restarts=restarts)
     # A rank may have been told by a signal of its own: the whole job's processes often get one.
-    reason = stop.requested or result.get("stop_reason", "")
+    reasons = [stop.requested, *((each or {}).get("stop_reason") for each in results.values())]
+    reason = next((reason for reason in reasons if reason), "")
     return Outcome(status, EXIT_CODES.get(reason, result.get("exit_code", 0)), result, restarts=restarts)
 
 

@@ -30,9 +30,23 @@ _CAN_PEEK = hasattr(os, "waitid")
 def payload_as_file(payload: dict) -> IO[bytes]:
     """The payload in a nameless file, which every rank reads in its own time."""
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
-    pickle.dump(payload, file)
+    file.write(pickle.dumps({name: payload[name] for name in ("import_paths", "env") if name in payload}))
+    file.write(_pickled(payload))
     file.flush()
     return file
+
+
+def _pickled(payload: dict) -> bytes:
+    try:
+        content = pickle.dumps(payload)
+        if b"__main__" not in content:
+            return content
+    except (pickle.PicklingError, AttributeError, TypeError):
+        pass
+    # A notebook's or a script's own classes exist in this process alone: they have to go by value.
+    from ray import cloudpickle
+
+    return cloudpickle.dumps(payload)
 
 
 def group_environment(num_workers: int, port: int, attempt: int) -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""`raytrainer run`: takes the run directory, has the ranks train on Ray or as local processes, keeps the result.
+"""`raytrainer run`: takes the run directory, has the ranks train on Ray or as local processes, keeps the
+result.
 
 Runs in the process that the user started, which imports no torch.
 """

@@ -23,7 +23,6 @@ import importlib
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -48,37 +47,53 @@ class Place(NamedTuple):
 def run_rank(payload: dict, process, observer: Observer | None, stop: StopSignal) -> dict:
     """Prepare this process for rank `process.rank` and train in it; returns plain values.
 
-    payload: `import_paths` (folders for sys.path), `env` (values that the process does not have yet),
-    `log_dir` (takes over stdout and stderr unless None), `entry` ("module:function", called with the arguments
-    of this function; the training by default), and what the entry reads. process: has the fields of `Place`.
+    payload: what `prepare` reads; `log_dir` (takes over stdout and stderr unless None); `entry`
+    ("module:function", called with the arguments of this function; `train_rank` by default); and what the
+    entry reads. process: has the fields of `Place`.
     Raises whatever the training raises; `outcome.describe_exception` tells what it means.
+    """
+    prepare(payload, process.local_world_size)
+    if payload.get("log_dir"):
+        redirect_output(Path(payload["log_dir"]) / f"rank_{process.rank}.log")
+    with _output_to(observer if process.rank == 0 else None):
+        module, _, function = payload.get("entry", DEFAULT_ENTRY).partition(":")
+        return getattr(importlib.import_module(module), function)(payload, process, observer, stop)
+
+
+def prepare(payload: dict, local_world_size: int) -> None:
+    """Set up what imports depend on; safe to repeat.
+
+    payload: `import_paths` (folders for sys.path), `env` (values that the process does not have yet).
     """
     for path in reversed(payload.get("import_paths", [])):
         if path not in sys.path:
             sys.path.insert(0, path)
     for name, value in payload.get("env", {}).items():
         os.environ.setdefault(name, value)
-    limit_threads(process.local_world_size)
-    if payload.get("log_dir"):
-        redirect_output(Path(payload["log_dir"]) / f"rank_{process.rank}.log")
-    shown = observer if process.rank == 0 else None
-    with _output_to(shown):
-        module, _, function = payload.get("entry", DEFAULT_ENTRY).partition(":")
-        return getattr(importlib.import_module(module), function)(payload, process, observer, stop)
+    limit_threads(local_world_size)
 
 
 def train_rank(payload: dict, process, observer: Observer | None, stop: StopSignal) -> dict:
-    """The usual entry: the config and the run directory of the payload, trained by `Trainer`."""
+    """The usual entry: the config, trained by `Trainer` in the run directory that the driver has opened.
+
+    payload: `config` (`Config.payload()`), `run_dir` (its root and token), `started_at` (Unix time, s).
+    """
+    from dataclasses import asdict
+
     from raytrainer.config import Config
+    from raytrainer.deferred import defer_compiler
     from raytrainer.distributed import Process
     from raytrainer.rundir import RunDirectory
     from raytrainer.trainer import Trainer
 
     store_fd = payload.get("store_fd")
     store = host_store(store_fd) if store_fd is not None and process.world_size > 1 else None
+    config = Config.from_payload(payload["config"])
+    if not config.training.compile:
+        defer_compiler()
     trainer = Trainer(
-        Config.from_payload(payload["config"]),
-        process=Process(*process),
+        config,
+        process=Process(*process) if isinstance(process, tuple) else process,
         observer=observer,
         stop=stop,
         run_dir=RunDirectory(*payload["run_dir"]),
@@ -200,6 +215,7 @@ class _Copied:
 def main(arguments: list[str]) -> None:
     """Run one rank of the local backend; arguments: `--name=integer`, from `rank_process`."""
     import faulthandler
+    import io
     import pickle
     import socket
 
@@ -211,16 +227,21 @@ def main(arguments: list[str]) -> None:
     stop = StopSignal()
     ended = threading.Event()
     threading.Thread(target=_follow_parent, args=(channel, stop, ended), daemon=True).start()
-    payload = pickle.loads(os.pread(given["payload-fd"], given["payload-size"], 0))
-    payload["store_fd"] = given.get("store-fd")
     world_size = given["world-size"]
     place = Place(given["rank"], world_size, given["rank"], world_size, 0)
 
     def observe(record: dict) -> None:
         channel.send({"record": record}, droppable="event" not in record)
 
+    def run() -> dict:
+        parts = io.BytesIO(os.pread(given["payload-fd"], given["payload-size"], 0))
+        # First what is needed to unpickle the rest, in which objects of the user's may be.
+        prepare(pickle.load(parts), world_size)
+        payload = pickle.load(parts)
+        return run_rank({**payload, "store_fd": given.get("store-fd")}, place, observe, stop)
+
     with stop_on_signals(stop), stop.listening(lambda: _end_if_insisted(stop)):
-        code = _report(channel, lambda: run_rank(payload, place, observe, stop), place.rank)
+        code = _report(channel, run, place.rank)
     ended.set()
     channel.flush()
     raise SystemExit(code)

@@ -7,6 +7,7 @@ from raytrainer.data.in_memory import InMemoryImages, MnistSubset
 from raytrainer.data.loader import LoadedMicrobatch, MicrobatchLoader, SkippedSample, build_loader
 from raytrainer.data.loader_process import explain_loader_error
 from raytrainer.data.order import ClassBalancedOrder, WeightedOrder, epoch_order, mix_seed
+from raytrainer.data.prediction import class_names, image_preparation, preprocessing_of
 from raytrainer.data.sampler import (
     ElasticBatchSampler,
     EvalBatches,
@@ -35,11 +36,14 @@ __all__ = [
     "TorchvisionMnist",
     "WeightedOrder",
     "build_loader",
+    "class_names",
     "epoch_order",
     "explain_loader_error",
+    "image_preparation",
     "inspect_dataset",
     "label_range_error",
     "microbatches_of",
     "mix_seed",
+    "preprocessing_of",
     "steps_per_epoch",
 ]

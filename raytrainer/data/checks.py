@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, Subset
 
-from raytrainer.errors import DataError
+from raytrainer.errors import DataError, SampleError
 
 
 def inspect_dataset(dataset: Any, where: str = "data.train") -> int:
@@ -64,7 +64,7 @@ def sample_name(dataset: Any, index: int) -> str:
 
 def label_range_error(
     labels: Any, num_classes: int, indices: Sequence[int] | None = None, ignore_index: int = -100
-) -> DataError | None:
+) -> SampleError | None:
     """Returns the error for the first class label outside 0..num_classes-1, or None when there is none.
 
     labels: integers of any shape, the first dimension being samples; indices: the samples' places in the data
@@ -78,7 +78,7 @@ def label_range_error(
     sample = indices[place[0]] if indices is not None and place else (place or [0])[0]
     label = int(labels[tuple(place)])
     at_least = f"at least {label + 1} outputs" if label >= 0 else "labels that start at 0"
-    return DataError(
+    return SampleError(
         f"data: sample {sample} has the label {label}\n"
         f"  the model has {num_classes} outputs, so labels go from 0 to {num_classes - 1}\n"
         f"  give the model {at_least}, or mend the label"

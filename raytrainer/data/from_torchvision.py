@@ -30,6 +30,8 @@ class TorchvisionMnist(InMemoryImages):
     Raises DataError when the files are not there and cannot be downloaded.
     """
 
+    classes = tuple("0123456789")
+
     def __init__(
         self,
         root: str = "data",
@@ -77,13 +79,17 @@ class ImageFolder(Dataset):
         from torchvision.transforms import v2
 
         steps = [transforms] if callable(transforms) else list(transforms)
+        self._transforms = [repr(step) for step in steps]
+        self._colours: Any = None
         steps += [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
         if normalize is not None:
             mean, std = IMAGENET_COLOURS if normalize == "imagenet" else normalize
+            self._colours = [list(mean), list(std)]
             steps.append(v2.Normalize(mean, std))
         steps.append(v2.ToPureTensor())
+        self._prepare = v2.Compose(steps)
         try:
-            self._folder = TorchvisionImageFolder(root, transform=v2.Compose(steps))
+            self._folder = TorchvisionImageFolder(root, transform=self._prepare)
         except OSError as error:
             raise DataError(
                 f"ImageFolder: root = {root}\n  {_in_one_line(error)}\n"
@@ -98,6 +104,15 @@ class ImageFolder(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         return self._folder[index]
+
+    def prepare_image(self, image: Any) -> Tensor:
+        """A PIL image as an input of the model, float32 [3, H, W], through this data set's own transforms."""
+        return self._prepare(image.convert("RGB"))
+
+    def preprocessing(self) -> dict[str, Any]:
+        """How an image becomes an input: the transforms in words, the rest in numbers."""
+        mean, std = self._colours or (None, None)
+        return {"mode": "RGB", "transforms": self._transforms, "scale": 1 / 255, "mean": mean, "std": std}
 
 
 @contextmanager

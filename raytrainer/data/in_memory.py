@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import resources
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -12,7 +12,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from raytrainer.data.augment import random_shift
+from raytrainer.data.prediction import grey_pixels
 from raytrainer.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 MNIST_MEAN, MNIST_STD = 0.1307, 0.3081
 
@@ -41,6 +45,7 @@ class InMemoryImages(Dataset):
             raise DataError(f'augment = "{augment}"\n  it is "shift", a callable or null')
         self.images = images
         self.targets = labels.to(torch.int64)
+        self._mean, self._std = mean, std
         self._scale = 1.0 / (255.0 * std)
         self._offset = -mean / std
         self._augment = random_shift if augment == "shift" else augment
@@ -63,8 +68,25 @@ class InMemoryImages(Dataset):
         images = self.images.index_select(0, where)
         if self._augment is not None:
             images = self._augment(images)
-        pixels = images.to(torch.float32).mul_(self._scale).add_(self._offset)
-        return pixels.unsqueeze_(1), self.targets.index_select(0, where)
+        return self._normalised(images), self.targets.index_select(0, where)
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        """uint8 [n, H, W] to float32 [n, 1, H, W]."""
+        return images.to(torch.float32).mul_(self._scale).add_(self._offset).unsqueeze_(1)
+
+    def prepare_image(self, image: Image) -> Tensor:
+        """Any PIL image as an input of the model, float32 [1, H, W]: grey, resized, normalised."""
+        return self._normalised(grey_pixels(image, *self.images.shape[1:]).unsqueeze(0))[0]
+
+    def preprocessing(self) -> dict[str, Any]:
+        """How an image becomes an input, in numbers."""
+        return {
+            "mode": "L",
+            "size": list(self.images.shape[1:]),
+            "scale": 1 / 255,
+            "mean": [self._mean],
+            "std": [self._std],
+        }
 
 
 class MnistSubset(InMemoryImages):
@@ -72,8 +94,11 @@ class MnistSubset(InMemoryImages):
 
     split: "train" (4,000, of each digit 400) or "eval" (the other 1,000). augment: None or "shift", which
     moves each digit by up to 2 pixels at random. Samples are as in InMemoryImages.
-    Origin and licence: raytrainer/data/files/ORIGIN.md.
+    Origin and licence: raytrainer/data/files/ORIGIN.md. Digits are bright on a dark ground, and so must be
+    those of an image file to predict.
     """
+
+    classes = tuple("0123456789")
 
     def __init__(self, split: str = "train", augment: Literal["shift"] | None = None):
         if split not in ("train", "eval"):

@@ -5,6 +5,7 @@ What a microbatch holds depends on the seed and its place in the run alone, not 
 
 from __future__ import annotations
 
+import multiprocessing.connection
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,10 +17,10 @@ import torch
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from raytrainer.data.checks import answers_whole_batches, inspect_dataset, root_sample, sample_name
-from raytrainer.data.loader_process import exit_with_parent, explain_loader_error
+from raytrainer.data.loader_process import exit_with_parent, explain_loader_error, lost_loader_worker
 from raytrainer.data.order import MICROBATCH_STREAM, SAMPLE_STREAM, mix_seed
 from raytrainer.data.sampler import Microbatch
-from raytrainer.errors import DataError
+from raytrainer.errors import DataError, RaytrainerError, SampleError
 
 # Faults in the data set's code, or of the machine: never a bad sample, so `skip` does not hide them.
 NEVER_SKIPPED = (MemoryError, NameError, ImportError, NotImplementedError)
@@ -82,6 +83,7 @@ class LoadedMicrobatch:
 class _Failure:
     """An error on its way from a loader worker to the train worker, where it is raised as it is."""
 
+    kind: type[RaytrainerError]
     message: str
 
     def pin_memory(self) -> _Failure:
@@ -144,8 +146,8 @@ class MicrobatchDataset:
                     "so there are no samples to collate\n  leave collate_fn out"
                 )
             return LoadedMicrobatch(microbatch, batch, len(indices), indices, skipped)
-        except DataError as error:
-            return _Failure(str(error))
+        except (DataError, SampleError) as error:
+            return _Failure(type(error), str(error))
 
     def _samples(self, microbatch: Microbatch) -> tuple[list[Any], tuple[SkippedSample, ...]]:
         samples, skipped = [], []
@@ -171,7 +173,7 @@ class MicrobatchDataset:
         return self.dataset.__getitems__(indices)
 
     def _find_bad_samples(self, microbatch: Microbatch, error: Exception) -> tuple[SkippedSample, ...]:
-        """Asks for the samples of a failed batch one by one. Raises DataError when none is bad on its own."""
+        """Asks for the samples of a failed batch one by one. Raises SampleError when none is bad on its own."""
         bad = []
         for index in dict.fromkeys(microbatch.indices):
             try:
@@ -179,7 +181,7 @@ class MicrobatchDataset:
             except Exception as sample_error:
                 bad.append(self._bad_sample(index, sample_error))
         if not bad:
-            raise DataError(
+            raise SampleError(
                 f"data: {type(self.dataset).__name__}.__getitems__ failed on {_some(microbatch.indices)}, "
                 f"none of which fails alone\n  {_described(error)}"
             ) from error
@@ -188,7 +190,7 @@ class MicrobatchDataset:
     def _bad_sample(self, index: int, error: Exception) -> SkippedSample:
         name = sample_name(self.dataset, index)
         if not self.skip_bad_samples or isinstance(error, NEVER_SKIPPED):
-            raise DataError(
+            raise SampleError(
                 f"data: {name} cannot be loaded\n  {_described(error)}\n"
                 + (
                     "  an error of this kind is a fault in the code, not in the sample"
@@ -205,7 +207,7 @@ class MicrobatchDataset:
             self._seed(MICROBATCH_STREAM, microbatch.epoch, microbatch.step, microbatch.number)
             return self.collate_fn(samples)
         except Exception as error:
-            raise DataError(
+            raise SampleError(
                 f"data: {_some(indices)} cannot be put into one batch\n  {_described(error)}\n"
                 "  samples of one data set have one shape and type; bring them to it in the data set, "
                 "or give data.collate_fn"
@@ -258,12 +260,36 @@ class _Iterator:
             explained = explain_loader_error(error)
             if explained is None:
                 raise
-            self._loader.close()
+            self._close_after_loss()
+            raise explained from error
+        except (OSError, EOFError) as error:
+            # What the data set raises comes as a _Failure: this is a broken connection to a loader worker.
+            explained = self._cause_of_broken_connection(error)
+            self._close_after_loss()
             raise explained from error
         if isinstance(loaded, _Failure):
             self._loader.close()
-            raise DataError(loaded.message)
+            raise loaded.kind(loaded.message)
         return loaded
+
+    def _cause_of_broken_connection(self, error: Exception) -> RaytrainerError:
+        workers = getattr(self._batches, "_workers", ())
+        try:
+            # The connection breaks just before the process is gone; torch's SIGCHLD handler tells why.
+            multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=5)
+        except RuntimeError as cause:
+            explained = explain_loader_error(cause)
+            if explained is not None:
+                return explained
+        return lost_loader_worker(f"a loader worker broke off ({type(error).__name__}: {error})")
+
+    def _close_after_loss(self) -> None:
+        try:
+            self._loader.close()
+        except RuntimeError as error:
+            # torch's SIGCHLD handler may speak up a second time, about the same death.
+            if explain_loader_error(error) is None:
+                raise
 
 
 def build_loader(
@@ -282,7 +308,7 @@ def build_loader(
     sampler: iterable of Microbatch, such as ElasticBatchSampler and EvalBatches. settings: the config's
     `data.loader` section. seed: of the augmentation. device_type: "cuda" turns pinning on where it is `auto`.
     where: the config key that messages name.
-    Raises DataError for a data set that is empty or can only be iterated; while iterating, DataError for a
+    Raises DataError for a data set that is empty or can only be iterated; while iterating, SampleError for a
     bad sample (on_bad_sample "stop") and WorkerLostError when a loader worker is killed or timeout_s passes.
     """
     inspect_dataset(dataset, where)

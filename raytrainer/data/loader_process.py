@@ -54,11 +54,7 @@ def explain_loader_error(error: RuntimeError) -> RaytrainerError | None:
         )
     exited = re.search(r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) exited unexpectedly", text)
     if exited:
-        return WorkerLostError(
-            f"loader worker {exited.group(1)} exited in the middle of its work\n"
-            "  the data set called exit, or the process was killed (probably for memory)\n"
-            "  data.loader.num_workers: 0 runs the data set in the train worker and shows its own error"
-        )
+        return lost_loader_worker(f"loader worker {exited.group(1)} exited in the middle of its work")
     timed_out = re.search(r"DataLoader timed out after (\S+) seconds", text)
     if timed_out:
         return WorkerLostError(
@@ -66,3 +62,11 @@ def explain_loader_error(error: RuntimeError) -> RaytrainerError | None:
             "  the storage hangs, or a sample takes longer than that; raise timeout_s, or 0 for no limit"
         )
     return None
+
+
+def lost_loader_worker(what: str) -> WorkerLostError:
+    """Returns the error for a loader worker that ended for a reason that nobody told."""
+    return WorkerLostError(
+        f"{what}\n  the data set called exit, or the process was killed (probably for memory)\n"
+        "  data.loader.num_workers: 0 runs the data set in the train worker and shows its own error"
+    )

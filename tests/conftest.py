@@ -1,0 +1,22 @@
+"""What tests of different parts share: one Ray for all that need Ray, since a start costs seconds."""
+
+import os
+import shutil
+import tempfile
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def ray_address():
+    """The address of a Ray of this session's own, with 2 CPUs; ends with the session."""
+    from raytrainer.cluster import ray_adapter
+
+    environment = dict(os.environ)
+    temp_dir = tempfile.mkdtemp(prefix="rt", dir="/tmp")
+    node = ray_adapter.start_node({"num_cpus": 2, "resources": {"probe": 1}}, temp_dir)
+    yield node.address
+    ray_adapter.end_node(node)
+    shutil.rmtree(temp_dir, ignore_errors=True)
+    os.environ.clear()
+    os.environ.update(environment)
