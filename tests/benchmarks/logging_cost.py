@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ from statistics import fmean, median
 
 from tests.benchmarks.table import Report, parser
 from tests.benchmarks.throughput import environment_of
-from tests.benchmarks.turns import Block, Coordinator
+from tests.benchmarks.turns import Block, Coordinator, num_steps_of
 from tests.benchmarks.workload import Workload
 
 STEP_S = 0.010
@@ -39,12 +38,10 @@ ARMS = {
 
 
 def interleave(num_rounds: int, block_steps: int, step_s: float) -> dict[str, list[Block]]:
-    """Blocks of each arm by round, after one that warms up."""
-    blocks: dict[str, list[Block]] = {arm: [] for arm in ARMS}
-    order = random.Random(0)
-    base = Workload(
-        num_steps=(num_rounds + 1) * block_steps + 1, model="linear", global_batch_size=2, num_ranks=1
-    )
+    """Blocks of each arm by round."""
+    warm_up_steps = 50 + block_steps
+    num_steps = num_steps_of(num_rounds, block_steps, warm_up_steps)
+    base = Workload(num_steps=num_steps, model="linear", global_batch_size=2, num_ranks=1)
     with (
         tempfile.TemporaryDirectory(prefix="raytrainer-bench-") as name,
         Coordinator(Path(name)) as coordinator,
@@ -59,14 +56,7 @@ def interleave(num_rounds: int, block_steps: int, step_s: float) -> dict[str, li
             path.write_text(json.dumps(config))
             command = [sys.executable, "-m", "tests.benchmarks.contenders.logged", str(path)]
             coordinator.start(arm, command, 1, environment_of(workload, folder))
-        for round_number in range(num_rounds + 1):
-            for arm in order.sample(list(ARMS), len(ARMS)):
-                block = coordinator.block(arm, block_steps)
-                if round_number > 0:
-                    blocks[arm].append(block)
-        for arm in ARMS:
-            coordinator.finish(arm)
-    return blocks
+        return coordinator.rounds(list(ARMS), num_rounds, block_steps, warm_up_steps)
 
 
 def always_there_us(num_steps: int) -> float:

@@ -9,7 +9,6 @@ depends on how long the step is, so several models are shown, and the two loader
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 import tempfile
 import time
@@ -20,8 +19,8 @@ from typing import Any
 
 from tests.benchmarks.stats import ratio_of
 from tests.benchmarks.table import Report, parser
-from tests.benchmarks.throughput import command_of, environment_of, samples_per_s
-from tests.benchmarks.turns import Block, Coordinator
+from tests.benchmarks.throughput import command_of, environment_of, samples_per_s, warm_up_steps
+from tests.benchmarks.turns import Block, Coordinator, num_steps_of
 from tests.benchmarks.workload import Workload
 
 GOAL = 5.0
@@ -32,24 +31,19 @@ def compare(
     workload: Workload, ours: str, num_rounds: int, block_steps: int
 ) -> tuple[list[Block], list[Block]]:
     """Blocks of ours and of the recipe, by round."""
-    blocks: dict[str, list[Block]] = {ours: [], "recipe": []}
-    order = random.Random(0)
-    with tempfile.TemporaryDirectory(prefix="raytrainer-bench-") as name:
+    with (
+        tempfile.TemporaryDirectory(prefix="raytrainer-bench-") as name,
+        Coordinator(Path(name)) as coordinator,
+    ):
         folder = Path(name)
         commands = {
             ours: command_of(ours, workload, folder),
             "recipe": [sys.executable, "-m", "tests.benchmarks.contenders.mnist_recipe"],
         }
-        with Coordinator(folder) as coordinator:
-            for contender, command in commands.items():
-                coordinator.start(contender, command, 1, environment_of(workload, folder))
-            for round_number in range(num_rounds + 1):
-                for contender in order.sample(list(commands), 2):
-                    block = coordinator.block(contender, block_steps)
-                    if round_number > 0:
-                        blocks[contender].append(block)
-            for contender in commands:
-                coordinator.finish(contender)
+        for contender, command in commands.items():
+            coordinator.start(contender, command, 1, environment_of(workload, folder))
+        warm_up = warm_up_steps(block_steps, workload.every_n_steps)
+        blocks = coordinator.rounds(list(commands), num_rounds, block_steps, warm_up)
     return blocks[ours], blocks["recipe"]
 
 
@@ -78,7 +72,9 @@ def main(arguments: list[str] | None = None) -> None:
     rows = []
     for model in options.models:
         workload = Workload(
-            num_steps=(options.rounds + 1) * options.block_steps + 1,
+            num_steps=num_steps_of(
+                options.rounds, options.block_steps, warm_up_steps(options.block_steps, 50)
+            ),
             model=model,
             global_batch_size=options.batch,
             num_ranks=1,

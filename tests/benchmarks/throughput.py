@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import sys
 import tempfile
 from importlib.util import find_spec
@@ -20,7 +19,7 @@ from statistics import fmean, median
 from tests.benchmarks.result import difference
 from tests.benchmarks.stats import ratio_of
 from tests.benchmarks.table import Report, parser
-from tests.benchmarks.turns import Block, Coordinator, torchrun
+from tests.benchmarks.turns import Block, Coordinator, num_steps_of, torchrun
 from tests.benchmarks.workload import Workload
 
 _CONTENDERS = "tests.benchmarks.contenders"
@@ -82,21 +81,19 @@ def environment_of(workload: Workload, folder: Path) -> dict[str, str]:
 def interleave(
     names: list[str], workload: Workload, folder: Path, num_rounds: int, block_steps: int
 ) -> dict[str, list[Block]]:
-    """Runs all contenders to their end; their blocks by round. One round before these warms up."""
-    blocks: dict[str, list[Block]] = {name: [] for name in names}
-    order = random.Random(workload.seed)
+    """Runs all contenders to their end; their blocks by round."""
     with Coordinator(folder) as coordinator:
         for name in names:
             command = command_of(name, workload, folder)
             coordinator.start(name, command, workload.num_ranks, environment_of(workload, folder))
-        for round_number in range(num_rounds + 1):
-            for name in order.sample(names, len(names)):
-                block = coordinator.block(name, block_steps)
-                if round_number > 0:
-                    blocks[name].append(block)
-        for name in names:
-            coordinator.finish(name)
-    return blocks
+        return coordinator.rounds(
+            names, num_rounds, block_steps, warm_up_steps(block_steps, workload.every_n_steps)
+        )
+
+
+def warm_up_steps(block_steps: int, every_n_steps: int) -> int:
+    """Past the first logged step, which imports what writes it."""
+    return every_n_steps + block_steps
 
 
 def samples_per_s(block: Block, workload: Workload) -> float:
@@ -106,7 +103,9 @@ def samples_per_s(block: Block, workload: Workload) -> float:
 def main(arguments: list[str] | None = None) -> None:
     options = _options(arguments)
     workload = Workload(
-        num_steps=(options.rounds + 1) * options.block_steps + 1,
+        num_steps=num_steps_of(
+            options.rounds, options.block_steps, warm_up_steps(options.block_steps, options.every_n_steps)
+        ),
         data=options.data,
         model=options.model,
         width=options.width,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import random
 import resource
 import signal
 import socket
@@ -157,7 +158,24 @@ class Coordinator:
         wall_s = max(rank["ended"] for rank in done) - min(rank["started"] for rank in done)
         return Block(num_steps, wall_s, sum(r["cpu_s"] for r in done), [r["memory"] for r in done])
 
-    def finish(self, name: str) -> None:
+    def rounds(
+        self, names: Sequence[str], num_rounds: int, block_steps: int, warm_up_steps: int
+    ) -> dict[str, list[Block]]:
+        """Every contender's blocks by round, in another order each round; the warm-up before does not count.
+
+        The contenders must be made for `num_steps_of` these numbers; the last step is theirs to end with.
+        """
+        order, blocks = random.Random(0), {name: [] for name in names}
+        for name in names:
+            self.block(name, warm_up_steps)
+        for _ in range(num_rounds):
+            for name in order.sample(list(names), len(names)):
+                blocks[name].append(self.block(name, block_steps))
+        for name in names:
+            self._finish(name)
+        return blocks
+
+    def _finish(self, name: str) -> None:
         """Gives the contender its last step, and waits until its command has ended."""
         started = self._contenders[name]
         for stream in started.ranks:
@@ -187,6 +205,11 @@ class Coordinator:
                     os.killpg(started.process.pid, signal.SIGKILL)
                     started.process.wait()
         self._listener.close()
+
+
+def num_steps_of(num_rounds: int, block_steps: int, warm_up_steps: int) -> int:
+    """How many steps a contender does in `Coordinator.rounds`."""
+    return warm_up_steps + num_rounds * block_steps + 1
 
 
 def torchrun(module: str, num_ranks: int, *arguments: str) -> list[str]:
