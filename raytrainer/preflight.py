@@ -1,4 +1,5 @@
-"""`raytrainer validate --deep`: imports the targets, binds their signatures and reads the data set's length."""
+"""`raytrainer validate --deep`: imports the targets, binds their signatures and reads the data
+set's length."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def _workers(config: Config) -> str:
 
 
 def _targets(config: Config) -> list[tuple[str, Any, tuple[Any, ...]]]:
-    """Every target with its place and the positional arguments that the run adds, whose values do not matter."""
+    """Every target with its place and the positional arguments that the run adds, whose values do
+    not matter."""
     named = [
         ("data.train", config.data.train, ()),
         ("data.eval", config.data.eval, ()),

@@ -73,7 +73,8 @@ class RunDirectory:
 
     @staticmethod
     def _take_lock(storage: Storage) -> int | None:
-        """An exclusive lock that goes with this process; an object store has none, and relies on the token."""
+        """An exclusive lock that goes with this process; an object store has none, and relies on
+        the token."""
         if storage.is_remote:
             return None
         try:

@@ -295,7 +295,8 @@ class GradientStep:
             votes.grad[_SKIPPED] = float(num_skipped)
 
     def _refuse_unused_parameters(self) -> None:
-        """Without this, DDP would leave out sums in this step without a word, and only complain in the next."""
+        """Without this, DDP would leave out sums in this step without a word, and only complain in
+        the next."""
         named = self._module.model.named_parameters()
         unused = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
         if unused:
