@@ -17,18 +17,19 @@ from tests.benchmarks.workload import Workload
 
 
 class Pairs:
-    """(images, labels) of the common loader, which is set to the next epoch each time it is begun."""
+    """(images, labels) of the common loader, in the order of the trainer's present epoch."""
 
-    def __init__(self, loader: Any):
-        self._loader, self._epoch = loader, 0
+    def __init__(self, loader: Any, trainer: pl.Trainer):
+        self._loader, self._trainer = loader, trainer
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        self._loader.batch_sampler.set_epoch(self._epoch)
-        self._epoch += 1
-        return (loaded.batch for loaded in self._loader)
+        # Lightning may ask for more iterators than it uses; this begins with the first batch that it takes.
+        self._loader.batch_sampler.set_epoch(self._trainer.current_epoch)
+        for loaded in self._loader:
+            yield loaded.batch
 
 
 class Classifier(pl.LightningModule):
@@ -73,7 +74,7 @@ def main() -> None:
         enable_model_summary=False,
         callbacks=[TakeTurns()],
     )
-    trainer.fit(module, Pairs(workload.build_loader(int(os.environ["RANK"]))))
+    trainer.fit(module, Pairs(workload.build_loader(int(os.environ["RANK"])), trainer))
     if trainer.is_global_zero:
         save_result(module.model)
 
