@@ -20,7 +20,7 @@ import torch
 from raytrainer import build, checkpoint, loggers
 from raytrainer.config import add_importable
 from raytrainer.data import EvalBatches, build_loader, mix_seed
-from raytrainer.distributed import Process, broadcast_object
+from raytrainer.distributed import Process, broadcast_object, broadcast_tensors
 from raytrainer.errors import NonFiniteLossError, RaytrainerError, ResumeError, StorageError
 from raytrainer.evaluation import evaluate
 from raytrainer.manifest import FOLDER, MODEL_FILE, TRAINING_FILE, folder_name, list_checkpoints
@@ -97,8 +97,10 @@ class Trainer:
                 status = self._run()
                 self._writer.close()
             except BaseException:
-                with contextlib.suppress(Exception):  # the error on its way is the one to show
-                    self._logger.close()
+                # What was handed over is still written; the error on its way is the one to show.
+                for writer in (self._writer, self._logger):
+                    with contextlib.suppress(Exception):
+                        writer.close()
                 raise
             result = self._result(status)
             self._event(status, step=result.steps)
@@ -424,6 +426,8 @@ class Trainer:
             return False
         with self._timer.outside():
             self.gradients.share_buffers()
+            if self.state.ema is not None:
+                broadcast_tensors(self.state.ema.buffers(), self.process.world_size)
             values = self._evaluate_model()
         metrics = {f"eval/{name}": value for name, value in values.items()}
         progress.metrics.update(metrics)
@@ -475,7 +479,7 @@ class Trainer:
         if name not in self.state.progress.metrics:
             known = ", ".join(sorted(self.state.progress.metrics)) or "none"
             raise ResumeError(f"{key} = {name}\n  the evaluation gives no such number; it gives: {known}")
-        return self.state.progress.metrics[name]
+        return float(self.state.progress.metrics[name])
 
     # What is kept -------------------------------------------------------------------------------------------
 
