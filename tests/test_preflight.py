@@ -26,7 +26,7 @@ def test_it_counts_samples_microbatches_and_steps(tmp_path):
         ("model.dropot=0.1", "model.dropot: .* takes no keyword dropot\n  did you mean dropout"),
         ("loss._target_=torch.nn.CrossEntropyLos", "loss: .*did you mean torch.nn.CrossEntropyLoss"),
         ("optimizer.momentun=1", "optimizer.momentun: .*did you mean momentum"),
-        (f"scheduler={{_target_: {LR}.StepLR, step: 3}}", "scheduler.step: .*did you mean step_size"),
+        (f"scheduler={{_target_: {LR}.StepLR, step: 3}}", "scheduler.step: .*it takes: step_size"),
         (f"scheduler={{_target_: {LR}.StepLr}}", "scheduler: .*did you mean .*StepLR"),
         ("data.collate_fn=torch.utils.data.defalt_collate", "data.collate_fn: .*default_collate"),
     ],
