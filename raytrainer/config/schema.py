@@ -190,6 +190,11 @@ class Config(Section):
         """V: microbatches of a full step."""
         return self.data.num_microbatches
 
+    @property
+    def intra_op_threads(self) -> int:
+        """CPU threads of a kernel where their number is part of the result."""
+        return self.training.intra_op_threads or max(1, int(self.scaling.cpus_per_worker))
+
     def total_steps(self, num_samples: int) -> int:
         """Optimizer steps of the whole run over a training set of `num_samples` samples."""
         return self.training.total_steps(self.data.steps_per_epoch(num_samples))
