@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from raytrainer import event_file
 from raytrainer.rundir import RunDirectory
 from raytrainer.storage import read_lines
 
@@ -52,27 +53,32 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Scalars under tb/; the package is imported with the first record, in the background thread."""
+    """Scalars for TensorBoard under tb/, in a file of this process's own.
 
-    def __init__(self, run_dir: RunDirectory):
-        self._folder = run_dir.storage.path("tb")
-        self._writer: Any = None
+    step: where the run stands; TensorBoard then hides what a lost attempt wrote after it.
+    """
+
+    def __init__(self, run_dir: RunDirectory, step: int = 0):
+        self._storage = run_dir.storage
+        self._file = f"tb/{event_file.file_name()}"
+        self._storage.make_folder("tb")
+        self._events = [event_file.opening(step, time.time())]
 
     def write(self, record: Record) -> None:
-        if self._writer is None:
-            from tensorboardX import SummaryWriter
-
-            self._writer = SummaryWriter(self._folder, flush_secs=10)
-        for key, value in record.items():
-            if isinstance(value, int | float) and key not in ("step", "time_s"):
-                self._writer.add_scalar(key if "/" in key else f"train/{key}", value, record["step"])
+        values = {
+            key if "/" in key else f"train/{key}": value
+            for key, value in record.items()
+            if isinstance(value, int | float) and key not in ("step", "time_s")
+        }
+        self._events.append(event_file.scalars(record["step"], record.get("time_s") or time.time(), values))
 
     def flush(self) -> None:
-        """TensorBoard's own writer flushes every ten seconds."""
+        if self._events:
+            self._storage.append(self._file, b"".join(self._events))
+            self._events.clear()
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        self.flush()
 
 
 class ObserverSink:
