@@ -48,6 +48,7 @@ class VotingStep(nn.Module):
         self.model = model
         self.votes = nn.Parameter(torch.zeros(_NUM_VOTES, device=device))
         self._values = torch.zeros(_NUM_VOTES, device=device)
+        self._facts: tuple[Any, bool, int] | None = None
         # Not a submodule, even where a user's task is one: its parameters would be counted twice.
         self.__dict__["task"] = task
         self.last_output: StepOutput | None = None
@@ -67,9 +68,11 @@ class VotingStep(nn.Module):
         loss = output.loss * share
         values = self._values
         values[_LOSS] = loss.detach()
-        values[_WEIGHT] = share
-        values[_STOP] = float(stop)
-        values[_SKIPPED] = float(len(loaded.skipped))
+        facts = share, stop, len(loaded.skipped)
+        # Mostly those of the step before. A weight on a device is not looked at, which would wait for it.
+        if isinstance(share, torch.Tensor) or facts != self._facts:
+            values[_WEIGHT], values[_STOP], values[_SKIPPED] = share, float(stop), float(len(loaded.skipped))
+            self._facts = facts
         return loss, torch.dot(self.votes, values)
 
 
