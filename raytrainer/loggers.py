@@ -21,6 +21,7 @@ from raytrainer.rundir import RunDirectory
 from raytrainer.storage import read_lines
 
 Record = dict[str, Any]
+_GATHER_INTERVAL_S = 0.2
 _FLUSH_INTERVAL_S = 1.0
 _METRICS_FILE = "metrics.jsonl"
 
@@ -68,7 +69,7 @@ class TensorBoardSink:
         values = {
             key if "/" in key else f"train/{key}": value
             for key, value in record.items()
-            if isinstance(value, int | float) and key not in ("step", "time_s")
+            if isinstance(value, int | float) and key not in ("step", "time_s", "total_steps")
         }
         self._events.append(event_file.scalars(record["step"], record.get("time_s") or time.time(), values))
 
@@ -104,6 +105,7 @@ class Logger:
         self._sinks = sinks
         self._error: BaseException | None = None
         self._queue: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="logger", daemon=True)
         self._thread.start()
 
@@ -118,6 +120,7 @@ class Logger:
 
     def close(self) -> None:
         """Waits until everything is written; raises what a sink failed with."""
+        self._closing.set()
         self._queue.put(None)
         self._thread.join()
         self.check()
@@ -131,24 +134,34 @@ class Logger:
     def _write_until_closed(self) -> None:
         flush_at: float | None = None
         while True:
-            try:
-                wait_s = None if flush_at is None else max(0.0, flush_at - time.monotonic())
-                record = self._queue.get(timeout=wait_s)
-            except queue.Empty:
-                record = {}
-            if record is None:
+            records = self._next_records(flush_at)
+            for record in records:
+                if record is not None:
+                    plain = {key: _plain(value) for key, value in record.items()}
+                    for sink in self._sinks:
+                        sink.write(plain)
+            if None in records:
                 break
-            if record:
-                record = {key: _plain(value) for key, value in record.items()}
-                for sink in self._sinks:
-                    sink.write(record)
-                flush_at = flush_at or time.monotonic() + _FLUSH_INTERVAL_S
+            if records and flush_at is None:
+                flush_at = time.monotonic() + _FLUSH_INTERVAL_S
             if flush_at is not None and time.monotonic() >= flush_at:
                 for sink in self._sinks:
                     sink.flush()
                 flush_at = None
         for sink in self._sinks:
             sink.close()
+
+    def _next_records(self, flush_at: float | None) -> list[Record | None]:
+        """What has come, gathered for a moment; None is the end. Empty where it is time to flush first."""
+        records: list[Record | None] = []
+        try:
+            records.append(self._queue.get(timeout=flush_at and max(0.0, flush_at - time.monotonic())))
+            # A thread that wakes for each record costs a short step more than writing the record does.
+            self._closing.wait(_GATHER_INTERVAL_S)
+            while True:
+                records.append(self._queue.get_nowait())
+        except queue.Empty:
+            return records
 
 
 class NoLogger:
