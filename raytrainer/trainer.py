@@ -23,6 +23,7 @@ from raytrainer.data import EvalBatches, build_loader, mix_seed
 from raytrainer.distributed import Process, broadcast_object, broadcast_tensors
 from raytrainer.errors import NonFiniteLossError, RaytrainerError, ResumeError, StorageError
 from raytrainer.evaluation import evaluate
+from raytrainer.heap import keep_freed_memory
 from raytrainer.manifest import FOLDER, MODEL_FILE, TRAINING_FILE, folder_name, list_checkpoints
 from raytrainer.numerics import kernels_as_configured, numerics_of, refuse_unlike_ranks
 from raytrainer.policy import DuePolicy, improves
@@ -151,6 +152,8 @@ class Trainer:
     def _set_up(self, device: torch.device) -> None:
         config, process = self.config, self.process
         self.device = device
+        if device.type == "cpu":
+            keep_freed_memory()
         self.data = build.build_data(config)
         self.sampler = build.build_sampler(config, self.data, process.rank, process.world_size)
         self.steps_per_epoch = self.sampler.steps_per_epoch
@@ -230,7 +233,7 @@ class Trainer:
         if "jsonl" in config.logging.sinks:
             sinks.append(loggers.JsonlSink(run_dir))
         if "tensorboard" in config.logging.sinks:
-            sinks.append(loggers.TensorBoardSink(run_dir))
+            sinks.append(loggers.TensorBoardSink(run_dir, self.state.progress.step))
         self._logger = loggers.Logger(sinks)
         self._writer = checkpoint.CheckpointWriter(
             run_dir,
@@ -589,7 +592,8 @@ class Trainer:
         """Dropout and whatever else a training step draws depend on (seed, step, microbatch) alone."""
         seed = mix_seed(stream, self.config.seed, step, microbatch)
         random.seed(seed)
-        np.random.seed((seed & 0xFFFF_FFFF, seed >> 32))
+        # NumPy takes more than 32 bits only as an array, which is several times slower to seed with.
+        np.random.seed(seed & 0xFFFF_FFFF)
         # torch.manual_seed would queue the seed, with a stack trace, for GPUs that this process never starts.
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":

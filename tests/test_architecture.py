@@ -17,7 +17,8 @@ FLOORS = {
     0: ["raytrainer", "errors", "config"],
     1: [
         # no torch in these
-        "console", "manifest", "policy", "result", "resume", "rundir", "step_mark", "storage", "table",
+        "console", "heap", "manifest", "policy", "result", "resume", "rundir", "step_mark",
+        "storage", "table",
         # torch, and none of the loop
         "buffers", "checkpoint", "data", "deferred", "distributed", "fingerprint", "loggers", "models",
         "numerics", "optim", "timing", "transfer", "tree", "tree_reduction",
