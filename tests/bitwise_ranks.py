@@ -19,7 +19,7 @@ from raytrainer.distributed import Process
 from raytrainer.result import Result
 from raytrainer.task import StepOutput, Task
 from raytrainer.trainer import Trainer
-from tests.training import StopAtStep, config
+from tests.training import Blobs, StopAtStep, config
 
 
 class Hard(nn.Module):
@@ -51,6 +51,15 @@ class TwoOptimizers(Task):
         losses = nn.functional.cross_entropy(self.model(inputs), targets, reduction="none") * (targets != 0)
         weight = (targets != 0).sum()
         return StepOutput(losses.sum() / weight.clamp_min(1), weight)
+
+
+class Torn(Blobs):
+    """All of the second microbatch of an epoch, and a sample of the third, cannot be read."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index in (3, 4, 5, 8):
+            raise OSError(f"sample {index} is torn")
+        return super().__getitem__(index)
 
 
 # Steps of 15, 15, 15, 15 and 6 samples in microbatches of 3: on 3 ranks the last step leaves one idle.

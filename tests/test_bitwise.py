@@ -18,7 +18,12 @@ BITWISE = "training.determinism=bitwise"
 BF16 = [BITWISE, "training.precision=bf16-mixed"]
 TURNS = [BITWISE, "task={_target_: tests.bitwise_ranks.TwoOptimizers}"]
 UNUSED = ["training.find_unused_parameters=true"]
-SKIP = [BITWISE, "data.on_bad_sample=skip"]
+SKIP = [
+    BITWISE,
+    "data.on_bad_sample=skip",
+    "data.shuffle=false",
+    "data.train._target_=tests.bitwise_ranks.Torn",
+]
 
 
 def bits(result):
@@ -40,11 +45,12 @@ def ends(tmp_path_factory):
         Job("history", 2, [BITWISE]),
         Job("bf16", 3, BF16),
         Job("turns", 3, TURNS),
-        Job("skip", 2, SKIP),
+        Job("skip", 3, SKIP),
         Job("order", 3, UNUSED),
         Job("one", 1, [BITWISE]),
         Job("one_bf16", 1, BF16),
         Job("one_turns", 1, TURNS),
+        Job("one_skip", 1, SKIP),
         Job("one_order", 1, UNUSED),
     ]
     results = train_all(jobs, tmp_path_factory.mktemp("ranks"))
@@ -58,7 +64,7 @@ def ends(tmp_path_factory):
         ("three", "one"),
         ("buckets", "one"),
         ("history", "one"),
-        ("skip", "one"),
+        ("skip", "one_skip"),
         ("bf16", "one_bf16"),
         ("turns", "one_turns"),
     ],
