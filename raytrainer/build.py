@@ -1,4 +1,5 @@
-"""From the config's targets to the objects of a run: data sets, model, task, metrics, optimizers, schedule."""
+"""From the config's targets to the objects of a run: data sets, model, task, metrics, optimizers,
+schedule."""
 
 from __future__ import annotations
 

@@ -188,6 +188,6 @@ def check_metric(name: str, metric: Any) -> None:
         )
     if not metric._defaults:
         raise DataError(
-            f"metrics.{name}: a {type(metric).__name__} wraps other metrics, with no state of its own to merge\n"
+            f"metrics.{name}: a {type(metric).__name__} wraps other metrics and has no state of its own\n"
             "  give the metrics inside one by one, or average over classes with the metric's own keyword"
         )

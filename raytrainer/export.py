@@ -4,8 +4,10 @@ model as a program of torch.export, and a model.json that says what goes in and 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -126,11 +128,16 @@ def _program(model: nn.Module, inputs: Tensor | None) -> bytes:
 
 
 def _attempt(what: str, action: Callable[[], Any]) -> Any:
+    # torch also logs what it raises, with a traceback of its own, and prints the graph as far as it came.
+    logging.disable(logging.ERROR)
     try:
-        return action()
+        with contextlib.redirect_stderr(io.StringIO()):
+            return action()
     except Exception as error:  # torch.export runs the user's model and raises what it will: it is told
         message = next((line for line in str(error).splitlines() if line.strip()), "")
         raise ExportError(f"torch.export {what}: {type(error).__name__}: {message.strip()}") from error
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _check_same(found: Any, expected: Any) -> None:

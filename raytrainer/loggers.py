@@ -159,7 +159,8 @@ class NoLogger:
 
 
 def forget_after(run_dir: RunDirectory, step: int) -> None:
-    """Takes out of metrics.jsonl what a lost attempt wrote after `step`, the step that the run resumes from."""
+    """Takes out of metrics.jsonl what a lost attempt wrote after `step`, the step that the run
+    resumes from."""
     storage = run_dir.storage
     lines = read_lines(storage, _METRICS_FILE)
     kept = [line for line in lines if _step_of(line) <= step]

@@ -1,4 +1,5 @@
-"""From the config's `parameters`, `optimizer` and `scheduler` sections to parameter groups and their objects."""
+"""From the config's `parameters`, `optimizer` and `scheduler` sections to parameter groups and
+their objects."""
 
 from __future__ import annotations
 

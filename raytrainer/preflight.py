@@ -1,11 +1,12 @@
-"""`raytrainer validate --deep`: imports the targets, binds their signatures and reads the data set's length."""
+"""`raytrainer validate --deep`: imports the targets, binds their signatures and reads the data
+set's length."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from raytrainer import build
-from raytrainer.config import callable_from, check_target
+from raytrainer.config import callable_from, check_target, locate, takes
 
 if TYPE_CHECKING:
     from raytrainer.config import Config
@@ -18,6 +19,7 @@ def deep_report(config: Config) -> str:
     """
     for at, target, positional in _targets(config):
         check_target(target, *positional, at=at)
+    _check_scheduler(config.scheduler_target)
     callable_from(config.data.collate_fn, at="data.collate_fn")
     data = build.build_data(config)
     sampler = build.build_sampler(config, data, 0, 1)
@@ -39,6 +41,14 @@ def deep_report(config: Config) -> str:
     return "\n".join(f"# {line}" for line in lines)
 
 
+def _check_scheduler(target: Any) -> None:
+    """The run adds the optimizer, and total_steps where the target takes it and does not have it."""
+    if isinstance(target, dict):
+        locate(target["_target_"], "scheduler")
+        offers = {"total_steps": 1} if takes(target, "total_steps") else {}
+        check_target(target, None, at="scheduler", **offers)
+
+
 def _workers(config: Config) -> str:
     low, high = config.scaling.min_workers, config.scaling.max_workers
     number = f"{high}" if low == high else f"{low} to {high}"
@@ -46,7 +56,8 @@ def _workers(config: Config) -> str:
 
 
 def _targets(config: Config) -> list[tuple[str, Any, tuple[Any, ...]]]:
-    """Every target with its place and the positional arguments that the run adds, whose values do not matter."""
+    """Every target with its place and the positional arguments that the run adds, whose values do
+    not matter."""
     named = [
         ("data.train", config.data.train, ()),
         ("data.eval", config.data.eval, ()),

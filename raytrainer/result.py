@@ -12,12 +12,11 @@ class Result:
     """status: finished, failed or stopped; steps and epochs: finished ones since the very beginning of the
     run.
 
-    samples_seen counts the samples of those steps; lost_steps those that were computed and thrown away;
-    world_sizes in the order in which they were used; metrics has the last value of each metric and best
-    the best checkpoint ({"step", "metric", "value", "checkpoint"}) or None.
-    weights_sha256 covers the raw weights, never the EMA; state_sha256 optimizers, schedules, scaler,
-    EMA and position. target: the config's max_epochs and max_steps, which tell a finished run from one to go
-    on with.
+    samples_seen counts the samples of those steps; lost_steps those that were computed and thrown away (None:
+    not known, on an object store); world_sizes in the order in which they were used; metrics has the last
+    value of each metric and best the best checkpoint ({"step", "metric", "value", "checkpoint"}) or None.
+    weights_sha256 covers the raw weights, never the EMA; state_sha256 optimizers, schedules, scaler, EMA and
+    position. target: the config's max_epochs and max_steps, which tell a finished run from one to go on with.
     """
 
     status: str
@@ -27,7 +26,7 @@ class Result:
     samples_seen: int = 0
     world_sizes: list[int] = field(default_factory=list)
     restarts: int = 0
-    lost_steps: int = 0
+    lost_steps: int | None = 0
     metrics: dict[str, float] = field(default_factory=dict)
     best: dict[str, Any] | None = None
     weights_sha256: str | None = None

@@ -52,7 +52,12 @@ class RunDirectory:
         Raises ResumeError when another live run holds it, StorageError when it cannot be written.
         """
         base = open_storage(config.storage_path)
-        base.make_folder()
+        try:
+            base.make_folder()
+        except StorageError as error:
+            raise StorageError(
+                f"{error}\n  storage_path must be a folder that this process may write"
+            ) from error
         if fresh and base.exists(config.name):
             aside = cls._take_lock(open_storage(base.path(config.name)))
             base.rename(
@@ -73,7 +78,8 @@ class RunDirectory:
 
     @staticmethod
     def _take_lock(storage: Storage) -> int | None:
-        """An exclusive lock that goes with this process; an object store has none, and relies on the token."""
+        """An exclusive lock that goes with this process; an object store has none, and relies on
+        the token."""
         if storage.is_remote:
             return None
         try:

@@ -233,7 +233,8 @@ class GradientStep(MicrobatchStep):
         return self._ddp.no_sync()
 
     def _refuse_unused_parameters(self) -> None:
-        """Without this, DDP would leave out sums in this step without a word, and only complain in the next."""
+        """Without this, DDP would leave out sums in this step without a word, and only complain in
+        the next."""
         if self._find_unused_parameters:
             return
         named = self._module.model.named_parameters()

@@ -11,7 +11,8 @@ import torch
 
 
 class StepTimer:
-    """Sums up the steps since the last logged one: loss, rate, and the share of time spent waiting for data."""
+    """Sums up the steps since the last logged one: loss, rate, and the share of time spent waiting
+    for data."""
 
     def __init__(self) -> None:
         self.gradient_norm: torch.Tensor | None = None

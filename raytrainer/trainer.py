@@ -31,6 +31,7 @@ from raytrainer.resume import DATA_LENGTH, check_same_meaning, continued
 from raytrainer.rundir import RunDirectory
 from raytrainer.state import TrainState
 from raytrainer.step import GradientStep, MicrobatchStep, refuse_communicating_modules
+from raytrainer.step_mark import StepMark, last_marked_step
 from raytrainer.timing import StepTimer
 from raytrainer.transfer import ahead_of_use
 from raytrainer.tree_step import TreeStep
@@ -83,7 +84,7 @@ class Trainer:
         self._run_dir = run_dir
         self._started_at = started_at or time.time()
         self._first_step_at: float | None = None
-        self._first_step_done: int | None = None
+        self._mark: StepMark | None = None
 
     def train(self) -> Result:
         """Trains to the end, or to a wish to stop; resumes from the run directory's newest checkpoint."""
@@ -94,15 +95,17 @@ class Trainer:
             self.process.join(device),
             kernels_as_configured(self.config, device),
             self._directory() as self._run_dir,
-            contextlib.ExitStack() as self._loaders,
+            contextlib.ExitStack() as self._open,
         ):
             self._set_up(device)
             try:
                 status = self._run()
                 self._writer.close()
             except BaseException:
-                with contextlib.suppress(Exception):  # the error on its way is the one to show
-                    self._logger.close()
+                # What was handed over is still written; the error on its way is the one to show.
+                for writer in (self._writer, self._logger):
+                    with contextlib.suppress(Exception):
+                        writer.close()
                 raise
             result = self._result(status)
             self._event(status, step=result.steps)
@@ -134,7 +137,8 @@ class Trainer:
                 raise
 
     def _keep_failure(self, run_dir: RunDirectory, error: Exception) -> None:
-        """Writes the result of a failed run; where that fails too, the error on its way is the one to show."""
+        """Writes the result of a failed run; where that fails too, the error on its way is the one
+        to show."""
         exit_code = getattr(error, "exit_code", 1)
         with contextlib.suppress(StorageError):
             infos = list_checkpoints(run_dir.storage)
@@ -211,7 +215,7 @@ class Trainer:
             device_type=self.device.type,
             where=where,
         )
-        self._loaders.callback(loader.close)
+        self._open.callback(loader.close)
         return loader
 
     def _open_sinks(self) -> None:
@@ -256,7 +260,7 @@ class Trainer:
 
     def _run(self) -> str:
         progress = self.state.progress
-        self._event("resumed" if progress.step else "started", step=progress.step, epoch=progress.epoch)
+        self._tell_beginning()
         stopping = False
         while True:
             if stopping:
@@ -270,6 +274,20 @@ class Trainer:
             stopping = self._train_step()
             self._writer.check()
             self._logger.check()
+
+    def _tell_beginning(self) -> None:
+        progress = self.state.progress
+        if not self.process.is_first:
+            return
+        storage = self._run_dir.storage
+        marked = last_marked_step(storage)
+        if progress.step == 0 and not marked:
+            self._event("started", step=0, epoch=0)
+        else:
+            lost = None if marked is None else max(0, marked - progress.step)
+            self._event("resumed", step=progress.step, epoch=progress.epoch, lost_steps=lost)
+        self._mark = StepMark(storage)
+        self._open.callback(self._mark.close)
 
     def _train_step(self) -> bool:
         """One optimizer step; returns whether all ranks agreed to stop after it."""
@@ -291,7 +309,7 @@ class Trainer:
         progress.step_in_epoch += 1
         progress.samples_seen += plan.num_samples
         progress.skipped_updates += not healthy
-        self._after_first_step()
+        self._after_step()
         timer.step(plan.num_samples, self.gradients.votes_grad)
         if progress.step % self.config.logging.every_n_steps == 0:
             self._log_step()
@@ -364,7 +382,7 @@ class Trainer:
             self.sampler.set_position(progress.epoch, progress.step_in_epoch)
             loaded = self._timer.timed(iter(self._loader))
             self._microbatches = ahead_of_use(loaded, self.device)
-            if self._first_step_done is None:
+            if self._first_step_at is None:
                 self._microbatches = self._warm_up(self._microbatches)
         return self._microbatches
 
@@ -421,6 +439,8 @@ class Trainer:
             return False
         with self._timer.outside():
             self.gradients.share_buffers()
+            if self.state.ema is not None:
+                broadcast_tensors(self.state.ema.buffers(), self.process.world_size)
             values = self._evaluate_model()
         metrics = {f"eval/{name}": value for name, value in values.items()}
         progress.metrics.update(metrics)
@@ -476,7 +496,7 @@ class Trainer:
         if name not in self.state.progress.metrics:
             known = ", ".join(sorted(self.state.progress.metrics)) or "none"
             raise ResumeError(f"{key} = {name}\n  the evaluation gives no such number; it gives: {known}")
-        return self.state.progress.metrics[name]
+        return float(self.state.progress.metrics[name])
 
     # What is kept -------------------------------------------------------------------------------------------
 
@@ -517,9 +537,10 @@ class Trainer:
         if self.process.is_first:
             self._observer(self._run_dir.event(event, world_size=self.process.world_size, **details))
 
-    def _after_first_step(self) -> None:
-        if self._first_step_done is None:
-            self._first_step_done = self.state.progress.step
+    def _after_step(self) -> None:
+        if self._mark is not None:
+            self._mark.set(self.state.progress.step)
+        if self._first_step_at is None:
             self._first_step_at = time.time()
 
     def _result(self, status: str) -> Result:
@@ -540,7 +561,7 @@ class Trainer:
             steps=progress.step,
             epochs=progress.epoch,
             samples_seen=progress.samples_seen,
-            world_sizes=[self.process.world_size],
+            **(self._history() if self.process.is_first else {}),
             metrics={name: float(value) for name, value in progress.metrics.items()},
             best=best,
             weights_sha256=weights,
@@ -551,6 +572,18 @@ class Trainer:
             checkpoint=f"{FOLDER}/{folder_name(progress.step)}" if progress.step else None,
             run_dir=self._run_dir.root,
         )
+
+    def _history(self) -> dict[str, Any]:
+        """What the events of all attempts say: the numbers of ranks in order, and the steps lost in all."""
+        begun = [event for event in self._run_dir.events() if event["event"] in ("started", "resumed")]
+        sizes = [event["world_size"] for event in begun]
+        lost = [event.get("lost_steps", 0) for event in begun]
+        return {
+            "world_sizes": [
+                size for index, size in enumerate(sizes) if index == 0 or size != sizes[index - 1]
+            ],
+            "lost_steps": None if None in lost else sum(lost),
+        }
 
     # Randomness and precision -------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """The fixed binary tree along which a step's microbatches are summed, whatever ranks compute them.
 
 Node (k, i) covers microbatches i * 2^k up to (i + 1) * 2^k, as far as there are that many, and is the sum of
-its two children, left plus right. A rank's run of microbatches makes up a few whole nodes; these, in order, are
-folded further to the root by the same rule, so that every addition is the same as on a single rank.
+its two children, left plus right. A rank's run of microbatches makes up a few whole nodes; these, in order,
+are folded further to the root by the same rule, so that every addition is the same as on a single rank.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Gradients of a step's microbatches, summed along the fixed tree within a rank and over all ranks.
 
-Shaped as a reduce-scatter and an all-gather: rank p gets the p-th part of every rank's nodes, folds them to the
-root and gives the sum back to all. Where a rank has one node, as with a microbatch a rank, this moves no more
-bytes than a ring all-reduce. Addition is element by element, so how vectors are cut changes no bit.
+Shaped as a reduce-scatter and an all-gather: rank p gets the p-th part of every rank's nodes, folds them to
+the root and gives the sum back to all. Where a rank has one node, as with a microbatch a rank, this moves no
+more bytes than a ring all-reduce. Addition is element by element, so how vectors are cut changes no bit.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _LAG = 2  # buckets that may be on their way before the oldest is folded
 class TreeReduction:
     """Sums the gradients of `parameters` over the microbatches of a step; a missing one counts as zeros.
 
-    In a step: `begin`, then for each local microbatch `expect`, a backward pass with all gradients None before
-    it, and `add`; then `finish`, after which every parameter's `.grad` is the sum over all ranks. During the
-    last local backward pass a bucket is sent off as soon as its gradients are there.
+    In a step: `begin`, then for each local microbatch `expect`, a backward pass with all gradients None
+    before it, and `add`; then `finish`, after which every parameter's `.grad` is the sum over all ranks. In
+    the last local backward pass a bucket is sent off as soon as its gradients are there.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], process: Process):
@@ -143,7 +143,7 @@ class _Bucket:
             self._flat[self._depth - 1].add_(self._flat[self._depth])
 
     def ship(self, plan: Exchange) -> None:
-        """Starts sending rank p the p-th part of each of our nodes; the j-th nodes of all ranks go together."""
+        """Starts sending rank p the p-th part of each of our nodes; all ranks' j-th nodes go together."""
         num_nodes = [len(local.nodes) for local in plan.local]
         world_size, rank = self._process.world_size, self._process.rank
         received = self._rows(max(sum(num_nodes), world_size))
@@ -218,7 +218,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _row_numbers(num_nodes: list[int]) -> dict[tuple[int, int], int]:
-    """(rank, j) -> the row where rank's j-th node arrives; node 0 of rank 0, where the root ends up, is row 0."""
+    """(rank, j) -> the row where rank's j-th node arrives; rank 0's node 0, where the root ends up, is row 0."""
     numbers: dict[tuple[int, int], int] = {}
     for j in range(max(num_nodes)):
         for rank, count in enumerate(num_nodes):
@@ -263,7 +263,7 @@ def refuse_sparse_gradients(model: nn.Module) -> None:
                 Problem(
                     "config",
                     "training.determinism",
-                    f"{name} is a {type(module).__name__} with sparse gradients, whose sum has no fixed order",
+                    f"{name} has sparse gradients ({type(module).__name__}), whose sum has no fixed order",
                     "bitwise",
                     "make it with sparse=False, or write determinism: order",
                 )

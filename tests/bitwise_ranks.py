@@ -1,4 +1,4 @@
-"""Ranks for the tests of `determinism: bitwise`: started once, they go through a list of trainings together."""
+"""Ranks for the tests of `determinism: bitwise`: started once, they go through a list of trainings."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ SECTIONS = {
 
 @dataclass(frozen=True)
 class Job:
-    """A training of run `name` on `world_size` ranks, until a wish to stop in the `stop_at`-th step from here.
+    """A training of run `name` on `world_size` ranks, until a wish to stop in its `stop_at`-th step.
 
     bucket_bytes: of a bucket of gradients; None for the usual, into which all of this model's fit.
     """
@@ -104,7 +104,7 @@ def train(job: Job, folder: Path, rank: int = 0) -> Result:
 
 
 def train_all(jobs: list[Job], folder: Path) -> list[Result]:
-    """The results of the jobs, one after another, each on as many of the same few processes as it asks for."""
+    """The results of the jobs, one after another, each on as many of the same processes as it asks for."""
     torch.multiprocessing.spawn(
         _rank, ([asdict(job) for job in jobs], str(folder)), nprocs=max(job.world_size for job in jobs)
     )

@@ -6,6 +6,9 @@ import tempfile
 
 import pytest
 
+# Before torch is imported: a thread for every core, in every process of a test, only makes them wait.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 @pytest.fixture(scope="session")
 def ray_address():

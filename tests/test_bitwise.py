@@ -118,7 +118,7 @@ class SparseTokens(nn.Module):
 
 
 def test_sparse_gradients_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="tokens is a Embedding with sparse gradients"):
+    with pytest.raises(ConfigError, match="tokens has sparse gradients"):
         training.train(config(tmp_path, BITWISE, objects={"model": SparseTokens()}))
 
 
@@ -151,7 +151,7 @@ def test_another_kind_of_node_does_not_go_on(tmp_path, monkeypatch):
     training.train(config(tmp_path, BITWISE), stop_at=2)
     with pytest.raises(ResumeError, match=r"numerics.intra_op_threads: 1 -> 2\n.*intra_op_threads"):
         training.train(config(tmp_path, BITWISE, "training.intra_op_threads=2"))
-    with pytest.raises(ResumeError, match="training.determinism: bitwise -> order"):
+    with pytest.raises(ResumeError, match=r"training\.determinism: bitwise -> order"):
         training.train(config(tmp_path))
     monkeypatch.setattr(numerics, "_cpu_model", lambda: "Abacus")
     with pytest.raises(ResumeError, match=r"node that computes other bits:\n  numerics.cpu: .* -> Abacus\n"):

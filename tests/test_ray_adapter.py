@@ -5,7 +5,9 @@ Tried with Ray 2.60.0. For another version: make these tests pass, run `tests/te
 """
 
 import ast
+import fcntl
 import inspect
+import os
 from importlib import metadata
 from pathlib import Path
 
@@ -93,6 +95,21 @@ def test_scaling_policy():
     for name in ("after_controller_start", "before_controller_shutdown", "before_controller_abort"):
         assert name in dir(policy)
     assert "_maybe_send_resource_request" in inspect.getsource(policy)
+
+
+def test_what_killed_drivers_left_is_removed(tmp_path):
+    for name in ("abandoned", "in_use", "fresh"):
+        folder = tmp_path / f"rt-{name}"
+        folder.mkdir()
+        (folder / "driver.lock").touch()
+        if name != "fresh":
+            os.utime(folder / "driver.lock", (0, 0))
+    (tmp_path / "rt-somebody_elses").mkdir()
+    with open(tmp_path / "rt-in_use" / "driver.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.utime(tmp_path / "rt-in_use" / "driver.lock", (0, 0))
+        ray_adapter.remove_abandoned(str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rt-fresh", "rt-in_use", "rt-somebody_elses"]
 
 
 def test_private_names_stay_in_the_adapter():

@@ -200,7 +200,7 @@ def start_driver(tmp_path):
 
 @pytest.mark.ray
 def test_a_ray_of_its_own_is_silent_and_gone_afterwards(start_driver):
-    before = set(Path("/tmp").glob("rt*"))
+    before = set(Path("/tmp").glob("rt-*"))
     driver = start_driver(None, entry="tests.ray_entries:add_up")
     output, _ = driver.process.communicate(timeout=120)
     assert driver.process.returncode == 0, output
@@ -208,7 +208,7 @@ def test_a_ray_of_its_own_is_silent_and_gone_afterwards(start_driver):
     assert status == "finished"
     assert result["total"] == 3.0
     assert driver.left() == []
-    assert set(Path("/tmp").glob("rt*")) <= before
+    assert set(Path("/tmp").glob("rt-*")) <= before
 
 
 @pytest.mark.ray

@@ -96,8 +96,9 @@ def test_records_of_a_lost_attempt_are_forgotten(tmp_path):
     (folder / "manifest.json").unlink()
     with (tmp_path / "run/metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "lo')
-    train(config(tmp_path))
+    result = train(config(tmp_path))
     assert [line["step"] for line in records(tmp_path)] == list(range(1, 16))
+    assert result.lost_steps == 2
 
 
 def test_a_step_is_the_weighted_mean_whatever_the_microbatch(tmp_path):

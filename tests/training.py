@@ -15,7 +15,8 @@ from raytrainer.trainer import Trainer
 
 
 class Blobs:
-    """`size` points of `num_features` numbers around `num_classes` centres; noise drawn anew for every look."""
+    """`size` points of `num_features` numbers around `num_classes` centres; noise drawn anew for
+    every look."""
 
     def __init__(
         self, size: int = 70, num_features: int = 8, num_classes: int = 4, noise: float = 0.3, seed: int = 1

@@ -8,15 +8,18 @@ driver needs.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 import ray
@@ -34,6 +37,8 @@ CONNECT_TIMEOUT_S = 5.0
 END_TIMEOUT_S = 5.0
 
 _KV_NAMESPACE = b"raytrainer"
+_TEMP_PREFIX = "rt-"
+_LOCK_NAME = "driver.lock"
 _NODE_GROUP_LABEL = "ray.io/node-group"
 # Keywords of `ray.init` that the lean node takes as they are; any other one leads to a plain `ray.init`.
 _NODE_KEYWORDS = frozenset({"num_cpus", "num_gpus", "resources", "labels", "object_store_memory"})
@@ -63,6 +68,7 @@ class Session:
     connected_here: bool = True
     node: Node | None = None
     temp_dir: str | None = None
+    lock: TextIO | None = None
     ships_files: bool = False
 
     @property
@@ -94,6 +100,8 @@ class Session:
             end_node(self.node, processes)
         if self.temp_dir is not None:
             shutil.rmtree(self.temp_dir, ignore_errors=True)
+        if self.lock is not None:
+            self.lock.close()
 
 
 def connect(address: str, init: dict[str, Any], runtime_env: dict[str, Any], verbose: bool) -> Session:
@@ -115,23 +123,40 @@ def connect(address: str, init: dict[str, Any], runtime_env: dict[str, Any], ver
 def start(init: dict[str, Any], runtime_env: dict[str, Any], verbose: bool) -> Session:
     """Starts a Ray on this machine for this process alone, in a temporary directory of its own."""
     # The path ends up in socket names, which may have 107 bytes; macOS's own temporary folder is too long.
-    temp_dir = tempfile.mkdtemp(prefix="rt", dir="/tmp" if os.path.isdir("/tmp") else None)
+    parent = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
+    remove_abandoned(parent)
+    temp_dir = tempfile.mkdtemp(prefix=_TEMP_PREFIX, dir=parent)
+    # Held open, and so locked, as long as this process lives, however it ends.
+    lock = open(os.path.join(temp_dir, _LOCK_NAME), "w")  # noqa: SIM115
+    fcntl.flock(lock, fcntl.LOCK_EX)
     try:
         if set(init) - _NODE_KEYWORDS:
             options = {"include_dashboard": False, **init, "_temp_dir": temp_dir}
             _init(runtime_env, verbose, **options)
             node = ray_worker._global_node
-            return Session(node.address, True, node=node, temp_dir=temp_dir)
+            return Session(node.address, True, node=node, temp_dir=temp_dir, lock=lock)
         node = start_node(init, temp_dir)
         try:
             _init(runtime_env, verbose, address=node.address, _temp_dir=temp_dir)
         except BaseException:
             end_node(node)
             raise
-        return Session(node.address, True, node=node, temp_dir=temp_dir)
+        return Session(node.address, True, node=node, temp_dir=temp_dir, lock=lock)
     except BaseException:
         shutil.rmtree(temp_dir, ignore_errors=True)
+        lock.close()
         raise
+
+
+def remove_abandoned(parent: str) -> None:
+    """Removes what the Rays of killed drivers have left in `parent`."""
+    for path in Path(parent).glob(f"{_TEMP_PREFIX}*/{_LOCK_NAME}"):
+        # Another user's, or just removed by another driver.
+        with contextlib.suppress(OSError), open(path, "r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A driver that has made the file and not yet locked it is at most moments old.
+            if time.time() - path.stat().st_mtime > 60:
+                shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def current_session() -> Session | None:

@@ -217,7 +217,8 @@ class _Run:
                     num_workers=request.num_workers,
                     machine_is_ours=session.started_here,
                 ),
-                "preload": PRELOAD,
+                # The loop's own imports too, unless something else is run.
+                "preload": PRELOAD + ["raytrainer.trainer"] * ("entry" not in self._payload),
                 "directory": None if session.ships_files else os.getcwd(),
             },
             link_prefix=self._prefix,

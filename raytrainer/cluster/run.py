@@ -77,7 +77,6 @@ class _Run:
         self._stop = StopSignal()
 
     def run(self, local: bool, verbose: bool) -> Result:
-        config = self._config
         with stop_on_signals(self._stop):
             try:
                 outcome = self._on_this_machine() if local else self._on_ray(verbose)
@@ -88,7 +87,7 @@ class _Run:
         result = self._keep(outcome, str(error) if error else None)
         if error is not None:
             raise error
-        self._console.say(self._last_words(result, config))
+        self._console.say(_last_words(result, begun=outcome.result is not None))
         return result
 
     def _on_this_machine(self) -> Outcome:
@@ -167,16 +166,19 @@ class _Run:
         self._run_dir.write_result(result)
         return result
 
-    def _last_words(self, result: Result, config: Config) -> str:
-        if result.status == "stopped":
-            return f"stopped at step {result.steps}, saved; the same command goes on from there"
-        best = ""
-        if result.best:
-            best = f"; best {result.best['metric']} {result.best['value']:.4g} at step {result.best['step']}"
-        return (
-            f"finished: {result.steps} steps, {_in_words(result.metrics)}{best}\n"
-            f"  {self._run_dir.root} in {result.wall_s:.1f} s"
-        )
+
+def _last_words(result: Result, begun: bool) -> str:
+    if result.status == "stopped":
+        if not begun:
+            return "stopped before training began; the same command starts again"
+        return f"stopped at step {result.steps}, saved; the same command goes on from there"
+    best = ""
+    if result.best:
+        best = f"; best {result.best['metric']} {result.best['value']:.4g} at step {result.best['step']}"
+    return (
+        f"finished: {result.steps} steps, {_in_words(result.metrics)}{best}\n"
+        f"  {result.run_dir} in {result.wall_s:.1f} s"
+    )
 
 
 def _in_words(metrics: dict[str, float]) -> str:

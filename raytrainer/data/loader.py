@@ -173,7 +173,8 @@ class MicrobatchDataset:
         return self.dataset.__getitems__(indices)
 
     def _find_bad_samples(self, microbatch: Microbatch, error: Exception) -> tuple[SkippedSample, ...]:
-        """Asks for the samples of a failed batch one by one. Raises SampleError when none is bad on its own."""
+        """Asks for the samples of a failed batch one by one. Raises SampleError when none is bad on
+        its own."""
         bad = []
         for index in dict.fromkeys(microbatch.indices):
             try:

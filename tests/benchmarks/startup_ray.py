@@ -50,11 +50,17 @@ TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=2)).fit()
 """
 
 OURS = """
-    from raytrainer.cluster.ray_run import run_on_ray from raytrainer.cluster.signals import StopSignal from
-    raytrainer.config.connection import RaySection from raytrainer.config.scaling import ScalingSection import
-    os run_on_ray( {"entry": "startup_entry:entry", "import_paths": [os.getcwd()]},
+from raytrainer.cluster.ray_run import run_on_ray
+from raytrainer.cluster.signals import StopSignal
+from raytrainer.config.connection import RaySection
+from raytrainer.config.scaling import ScalingSection
+import os
+outcome = run_on_ray(
+    {"entry": "startup_entry:entry", "import_paths": [os.getcwd()]},
     ScalingSection(num_workers=2), RaySection(), on_record=print, stop=StopSignal(), max_failures=0,
-    storage_path="runs", name="startup", verbose=False, committed_step=lambda: None, )
+    storage_path="runs", name="startup", verbose=False, committed_step=lambda: None,
+)
+raise SystemExit(outcome.exit_code)
 """
 
 ENTRY = """
@@ -81,6 +87,8 @@ def measure(script: str, folder: Path) -> dict[str, float]:
         "PYTHONPATH": os.pathsep.join([ROOT, str(folder)]),
         "OMP_NUM_THREADS": "1",
     }
+    for path in folder.glob("first_step*"):
+        path.unlink()
     start = time.time()
     process = subprocess.Popen(
         [sys.executable, script],
@@ -93,6 +101,8 @@ def measure(script: str, folder: Path) -> dict[str, float]:
     while sample(tag, cpu_s) or process.poll() is None:
         time.sleep(0.2)
     end = time.time()
+    if process.returncode != 0:
+        raise SystemExit(f"{script} ended with exit code {process.returncode}")
     first, last = (float(Path(f"{marker}{suffix}").read_text()) for suffix in ("", ".last"))
     return {
         "first_step_s": first - start,
