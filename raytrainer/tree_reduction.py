@@ -218,7 +218,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _row_numbers(num_nodes: list[int]) -> dict[tuple[int, int], int]:
-    """(rank, j) -> the row where rank's j-th node arrives; rank 0's node 0, where the root ends up, is row 0."""
+    """(rank, j) -> the row where rank's j-th node arrives; the first, where the root ends up, is row 0."""
     numbers: dict[tuple[int, int], int] = {}
     for j in range(max(num_nodes)):
         for rank, count in enumerate(num_nodes):
