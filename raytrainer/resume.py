@@ -51,7 +51,8 @@ def check_same_meaning(root: str, before: dict[str, Any], now: dict[str, Any]) -
     if changed and all(line.startswith(_NUMERICS) for line in changed):
         lines = "\n".join(f"  {line}" for line in changed)
         raise ResumeError(
-            f"{root} was begun with determinism: bitwise on a node that computes other bits:\n{lines}\n"
+            f"{root} was begun with training.determinism: bitwise, on a node that computes other bits:\n"
+            f"{lines}\n"
             "  go on with it on such a node, with as many threads a kernel (training.intra_op_threads);\n"
             "  or give this run another name (name=...), or start over with --fresh, which keeps the old one"
         )
