@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raytrainer.cluster import script_rank
 from raytrainer.cluster.outcome import Outcome, RankFailure, is_retryable, to_error
 from raytrainer.cluster.script_environment import num_threads
 from raytrainer.cluster.script_file import find_script
@@ -49,9 +50,9 @@ def launch(
     """Runs the config's script in every rank.
 
     local: processes on this machine, without Ray. fresh: with the old run directory moved aside. observer:
-    gets events as they come. any_name: where another live run has this name, take the next free one (train-2).
-    Returns the result of scripts that all ended well or were stopped, with their exit code. Raises ScriptError
-    with a failed script's own exit code, UsageError for what cannot be launched.
+    gets events as they come. any_name: where another live run has this name, take the next free one, as in
+    train-2. Returns the result of scripts that all ended well or were stopped, with their exit code. Raises
+    ScriptError with a failed script's own exit code, UsageError for what cannot be launched.
     """
     find_script(config.script, os.getcwd(), config.source_path)
     with _open(config, fresh, any_name) as run_dir:
@@ -238,6 +239,8 @@ def script_plan(
             os.environ, cpus_per_worker=scaling.cpus_per_worker, num_workers=scaling.max_workers
         ),
         "max_restarts": max(0, config.failure.max_failures),
+        "end_grace_s": script_rank.END_GRACE_S,
+        "stop_grace_s": script_rank.STOP_GRACE_S,
         "run_id": f"{config.name}-{secrets.token_hex(4)}",
         "first_attempt": 0,
         "run_dir": None if run_dir.storage.is_remote else os.path.abspath(run_dir.root),

@@ -56,8 +56,8 @@ def run_on_ray(
     max_failures: new starts after a lost process without a newly committed step in between; -1 for no limit.
     storage_path: left out of what is shipped to other machines. committed_step: the step a new start would
     resume at. min_workers: fewer workers than `scaling` says will do, down to this many, when the cluster
-    cannot hold more. Raises ClusterRequestError when the cluster can never give what `scaling` asks for, UsageError
-    when there is no cluster to connect to.
+    cannot hold more. Raises ClusterRequestError when the cluster can never give what `scaling` asks for,
+    UsageError when there is no cluster to connect to.
     """
     run = _Run(
         payload=payload,

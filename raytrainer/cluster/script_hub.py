@@ -1,7 +1,7 @@
 """The driver's side of a launched script: brings the ranks together, tells them to stop, shows their output.
 
-Every rank connects to it over TCP, on Ray and on this machine alike. It decides nothing about new starts: that
-is the backend's, which is told of a failure once all scripts have ended.
+Every rank connects to it over TCP, on Ray and on this machine alike. It decides nothing about new starts:
+that is the backend's, which is told of a failure once all scripts have ended.
 """
 
 from __future__ import annotations
@@ -259,8 +259,8 @@ class ScriptHub:
         ended = sorted(number for number, rank in self._ranks.items() if rank.ended)
         running = sorted(number for number, rank in self._ranks.items() if not rank.ended)
         self._say(
-            f"rank {_listed(ended)} ended with exit code 0 over {NOTICE_S:.0f} s ago; rank {_listed(running)} "
-            "still runs: it may wait for the others in a collective"
+            f"rank {_listed(ended)} ended with exit code 0 over {NOTICE_S:.0f} s ago, and rank "
+            f"{_listed(running)} still runs: it may wait for the others in a collective"
         )
 
     # Their output

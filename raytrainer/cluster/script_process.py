@@ -17,8 +17,8 @@ from raytrainer.cluster import supervise
 class ScriptProcess:
     """The running script. `returncode` is None until it has ended; then as `subprocess` gives it.
 
-    Everything that it started is gone once it has one. `lost`: the supervisor died before it could say how the
-    script ended.
+    Everything that it started is gone once it has one. `lost`: the supervisor died before it could say how
+    the script ended.
     """
 
     def __init__(

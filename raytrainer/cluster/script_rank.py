@@ -68,8 +68,9 @@ class _ScriptRank:
         rank = self._process.rank
         self._hub = Channel(self._connect(self._plan["control_port"]))
         self._resources.callback(self._hub.close)
-        # From now on a request to stop is passed on, and does not end this process.
-        observer({"event": "started", "world_size": self._process.world_size})
+        if rank == 0:
+            # From now on a request to stop is passed on, and does not end this process.
+            observer({"event": "started", "world_size": self._process.world_size})
         problem = self._find_problem()
         hello = {"token": self._plan["token"], "rank": rank, "attempt": self._attempt, "problem": problem}
         hello["world_size"] = self._process.world_size
@@ -240,8 +241,7 @@ class _ScriptRank:
         if self._told is not None:
             return
         self._told = reason
-        grace_s = END_GRACE_S if reason == "end" else STOP_GRACE_S
-        self._deadline = time.monotonic() + grace_s
+        self._deadline = time.monotonic() + self._plan["end_grace_s" if reason == "end" else "stop_grace_s"]
         if self._script is not None:
             self._script.send_signal(getattr(signal, reason, signal.SIGTERM))
 
