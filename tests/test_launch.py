@@ -18,7 +18,7 @@ from raytrainer.cluster import script_rank
 ROOT = Path(__file__).parents[1]
 SCRIPTS = Path(__file__).parent / "launch_scripts"
 ACT = str(SCRIPTS / "act.py")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 @pytest.fixture

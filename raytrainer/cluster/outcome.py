@@ -266,7 +266,8 @@ def _own_text_frames(lines: list[str]) -> list[str]:
 def is_echo(output: str) -> bool:
     """Whether a script's last line of output is a broken connection to another rank."""
     last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
-    name, _, message = last.partition(":")
+    # torch writes the rank first: "[rank0]: RuntimeError: ...".
+    name, _, message = re.sub(r"^\[\w+\]: ", "", last).partition(":")
     return _is_collateral(name.rpartition(".")[2].strip(), message)
 
 

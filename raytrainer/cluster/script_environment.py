@@ -7,14 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Ray's own, about the worker process that the script is below, and not about the script.
-_OF_THE_WORKER = (
-    "RAY_JOB_ID",
-    "RAY_RAYLET_PID",
-    "RAY_WORKER_ID",
-    "RAY_NODE_ID",
-    "RAY_JOB_CONFIG_JSON_ENV_VAR",
-)
+# What Ray sets for the worker process that the script is below; the script is none.
+_OF_THE_WORKER = ("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE", "RAY_LD_PRELOAD_ON_WORKERS")
+_RAY_BREAKPOINT = "ray.util.rpdb.set_trace"
 _RANK_NAMES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -44,6 +39,8 @@ def script_environment(environment: Mapping[str, str], plan: dict[str, Any], pla
     names = {name: value for name, value in environment.items() if name not in _OF_THE_WORKER}
     for name in _RANK_NAMES:
         names.pop(name, None)
+    if names.get("PYTHONBREAKPOINT") == _RAY_BREAKPOINT:
+        del names["PYTHONBREAKPOINT"]
     if plan["rank_env"]:
         names.update(_rank_variables(plan, place))
         names.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
