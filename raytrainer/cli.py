@@ -123,6 +123,10 @@ def launch(
     address: Annotated[
         str | None, typer.Option("--address", help="The Ray cluster; RAY_ADDRESS or one of its own.")
     ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option("--exclude", metavar="PATTERN", help="What does not go along to other machines."),
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show Ray's own messages too.")] = False,
 ) -> int:
     """Run SCRIPT, written for torchrun, in N processes, on Ray. Options come before SCRIPT."""
@@ -139,6 +143,7 @@ def launch(
         env=env or [],
         storage_path=storage_path,
         address=address,
+        exclude=exclude or [],
         module=module,
         working_dir=working_dir,
         tee=tee,

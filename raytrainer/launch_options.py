@@ -39,6 +39,7 @@ def config_of_options(
     env: list[str],
     storage_path: str,
     address: str | None,
+    exclude: list[str],
     **script: Any,
 ) -> Config:
     """num_workers: "4" or "1:4"; env: "K=V", or "K" for the value that it has here. Raises ConfigError."""
@@ -52,7 +53,7 @@ def config_of_options(
             "gpus_per_worker": _number(gpus_per_worker),
         },
         "failure": {"max_failures": max_restarts},
-        "ray": {"address": address},
+        "ray": {"address": address, "runtime_env": {"excludes": exclude} if exclude else {}},
         "script": {
             "path": escape(path),
             "args": [escape(each) for each in args],

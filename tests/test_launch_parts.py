@@ -4,12 +4,13 @@ import os
 
 import pytest
 
+from raytrainer.cluster import shipping
 from raytrainer.cluster.outcome import RankFailure, choose_cause, is_echo, is_retryable, to_error
 from raytrainer.cluster.ray_request import NodeCapacity, WorkerRequest, fit_request
 from raytrainer.cluster.script_environment import ScriptPlace, num_threads, script_command, script_environment
 from raytrainer.cluster.script_output import LOG, STDOUT, FrameReader, Prefixer, pack, shorten
 from raytrainer.config import Config
-from raytrainer.errors import ConfigError, ScriptError
+from raytrainer.errors import ConfigError, ScriptError, UsageError
 from raytrainer.launch_options import default_name
 
 PLACE = ScriptPlace(3, 4, 1, 2, 1, 2, "10.0.0.1", 29500, 0, "/tmp/error.json")
@@ -131,6 +132,20 @@ def test_fewer_workers_where_the_cluster_holds_no_more():
     assert fit_request(WorkerRequest(4, {"CPU": 1}), 1, nodes).num_workers == 2
     assert fit_request(WorkerRequest(4, {"CPU": 1}), 3, nodes).num_workers == 3
     assert fit_request(WorkerRequest(1, {"CPU": 1}), 1, nodes).num_workers == 1
+
+
+def test_what_goes_along_is_measured_and_the_largest_named(tmp_path, monkeypatch):
+    for name, size in {"train.py": 10, "data/a/b.bin": 2000, ".git/x": 5000, "runs/y": 5000}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x" * size)
+    excludes = [".git", "/runs"]
+    parcel = shipping.measure(str(tmp_path), excludes)
+    assert parcel == shipping.Parcel(2010, 2, (("data/a", 2000), ("train.py", 10)))
+    assert "2 files, 0.0 MiB; left out: .git, runs" in shipping.describe(parcel, "here", excludes)
+    shipping.check(parcel, "here")
+    monkeypatch.setattr(shipping, "MAX_BYTES", 2000)
+    with pytest.raises(UsageError, match=r"too large[\s\S]*data/a[\s\S]*--exclude"):
+        shipping.check(parcel, "here")
 
 
 @pytest.mark.parametrize(

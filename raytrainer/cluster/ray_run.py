@@ -177,7 +177,12 @@ class _Run:
             # A second of imports, of which Ray's own start leaves a processor free.
             importing = threading.Thread(target=_import_ray_train, daemon=True)
             importing.start()
-            session = open_session(self._settings, self._storage_path, self._verbose)
+            session = open_session(
+                self._settings,
+                self._storage_path,
+                self._verbose,
+                lambda text: self._tell({"event": "shipping", "message": text}),
+            )
             self._connected = True
             try:
                 importing.join()
