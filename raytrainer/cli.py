@@ -23,7 +23,7 @@ app = typer.Typer(
 ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="The YAML file.")]
 OverridesArgument = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Values in place of the file's: optimizer.lr=3e-4"),
+    typer.Argument(metavar="KEY=VALUE", help="Values in place of the file's: optimizer.lr=3e-4"),
 ]
 
 
@@ -205,14 +205,17 @@ def evaluate(
     config_and_overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[CONFIG] [KEY=VALUE]...",
+            metavar="CONFIG|KEY=VALUE",
             help="A YAML file in place of the run's own config; values in place of the config's.",
         ),
     ] = None,
     checkpoint: CheckpointOption = "best",
     as_json: JsonOption = False,
 ) -> None:
-    """Evaluate a checkpoint of RUN_DIR on the evaluation data, in this process."""
+    """Evaluate a checkpoint, in this process.
+
+    The data is the evaluation data of the run's own config, or of CONFIG.
+    """
     from raytrainer.reports import evaluation_report
 
     typer.echo(evaluation_report(run_dir, config_and_overrides or [], checkpoint, as_json))
@@ -221,12 +224,15 @@ def evaluate(
 @app.command()
 def predict(
     run_dir: RunDirArgument,
-    files: Annotated[list[str], typer.Argument(metavar="FILES...", help="Image files.")],
+    files: Annotated[list[str], typer.Argument(metavar="FILE", help="Image files.")],
     checkpoint: CheckpointOption = "best",
     top_k: Annotated[int, typer.Option("--top-k", min=1, help="Classes to show for each file.")] = 3,
     as_json: JsonOption = False,
 ) -> int:
-    """Predict the classes of image files, prepared as the evaluation data is."""
+    """Predict the classes of image files.
+
+    The images are prepared as the evaluation data is, without augmentation.
+    """
     from raytrainer.reports import print_predictions
 
     return print_predictions(run_dir, files, checkpoint, top_k, as_json)
@@ -250,7 +256,7 @@ def export(
 @app.command()
 def runs(
     storage_path: Annotated[
-        str, typer.Argument(metavar="[STORAGE_PATH]", help="Where the run directories are.")
+        str, typer.Argument(metavar="STORAGE_PATH", help="Where the run directories are.")
     ] = "runs",
     as_json: JsonOption = False,
 ) -> None:

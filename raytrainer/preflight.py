@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from raytrainer import build
-from raytrainer.config import callable_from, check_target
+from raytrainer.config import callable_from, check_target, locate, takes
 
 if TYPE_CHECKING:
     from raytrainer.config import Config
@@ -19,6 +19,7 @@ def deep_report(config: Config) -> str:
     """
     for at, target, positional in _targets(config):
         check_target(target, *positional, at=at)
+    _check_scheduler(config.scheduler_target)
     callable_from(config.data.collate_fn, at="data.collate_fn")
     data = build.build_data(config)
     sampler = build.build_sampler(config, data, 0, 1)
@@ -38,6 +39,14 @@ def deep_report(config: Config) -> str:
         f"total steps: {num_steps}",
     ]
     return "\n".join(f"# {line}" for line in lines)
+
+
+def _check_scheduler(target: Any) -> None:
+    """The run adds the optimizer, and total_steps where the target takes it and does not have it."""
+    if isinstance(target, dict):
+        locate(target["_target_"], "scheduler")
+        offers = {"total_steps": 1} if takes(target, "total_steps") else {}
+        check_target(target, None, at="scheduler", **offers)
 
 
 def _workers(config: Config) -> str:

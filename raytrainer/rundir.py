@@ -52,7 +52,12 @@ class RunDirectory:
         Raises ResumeError when another live run holds it, StorageError when it cannot be written.
         """
         base = open_storage(config.storage_path)
-        base.make_folder()
+        try:
+            base.make_folder()
+        except StorageError as error:
+            raise StorageError(
+                f"{error}\n  storage_path must be a folder that this process may write"
+            ) from error
         if fresh and base.exists(config.name):
             aside = cls._take_lock(open_storage(base.path(config.name)))
             base.rename(

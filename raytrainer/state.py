@@ -88,6 +88,7 @@ class TrainState:
     def snapshot(self, meaning: dict[str, Any]) -> Snapshot:
         """A copy in host memory."""
         progress = self.progress
+        progress.metrics = {name: float(value) for name, value in progress.metrics.items()}
         return Snapshot(
             step=progress.step,
             epoch=progress.epoch,

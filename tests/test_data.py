@@ -26,7 +26,7 @@ from raytrainer.data import (
 )
 from raytrainer.data.augment import random_shift
 from raytrainer.data.from_torchvision import _one_at_a_time
-from raytrainer.errors import DataError
+from raytrainer.errors import DataError, SampleError
 from raytrainer.models import CharTransformer, SmallCnn
 from raytrainer.tasks import LanguageModelling
 
@@ -238,7 +238,7 @@ def test_image_folders_apply_transforms_and_normalise(image_root):
 def test_an_image_that_cannot_be_decoded_is_named(image_root):
     (image_root / "red" / "1.png").write_bytes(b"not an image")
     dataset = ImageFolder(str(image_root))
-    with pytest.raises(DataError, match=r"sample 4 \(.*red/1.png\)"):
+    with pytest.raises(SampleError, match=r"sample 4 \(.*red/1.png\)"):
         list(build_loader(dataset, EvalBatches(6, 3), LOADER))
     loaded = list(build_loader(dataset, EvalBatches(6, 3), LOADER, on_bad_sample="skip"))
     assert sum(microbatch.num_samples for microbatch in loaded) == 5
@@ -305,7 +305,7 @@ def test_the_text_that_comes_with_python_is_long_enough_and_fits_the_vocabulary_
 )
 def test_labels_outside_the_classes_are_named(labels, indices, message):
     error = label_range_error(torch.tensor(labels), 10, indices)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(SampleError, match=message):
         raise error
 
 

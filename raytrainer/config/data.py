@@ -81,7 +81,7 @@ class DataSection(Section):
 
     train: Target = Field(
         description="The data set to train on: a map-style `torch.utils.data.Dataset`.",
-        examples=[{"_target_": "raytrainer.data.MnistSample", "split": "train"}],
+        examples=[{"_target_": "raytrainer.data.MnistSubset", "split": "train"}],
     )
     eval: Target | None = Field(None, description="The data set to evaluate on; null: no evaluation.")
     global_batch_size: int = Field(
@@ -145,6 +145,18 @@ class DataSection(Section):
                 f"must not be above data.global_batch_size, which is {self.global_batch_size}",
                 f"write micro_batch_size: {self.global_batch_size} or less",
             )
+
+
+def shared_evenly(global_batch_size: int, num_workers: int) -> int:
+    """The largest microbatch that shares a step evenly and leaves no worker without one.
+
+    ceil(B / W), or less where ceil(B / that) would be fewer than W: 9 samples on 4 workers go as 2, 2, 2, 2,
+    1.
+    """
+    size = ceil_div(global_batch_size, num_workers)
+    if num_workers > 1 and ceil_div(global_batch_size, size) < num_workers:
+        size = max(1, (global_batch_size - 1) // (num_workers - 1))
+    return size
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
