@@ -4,6 +4,7 @@ torch nor ray.
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -173,7 +174,11 @@ def validate(
 
     loaded = load_config(config, overrides or ())
     typer.echo(loaded.stored_yaml(), nl=False)
-    if deep:
+    if deep and loaded.script is not None:
+        from raytrainer.cluster.script_file import find_script
+
+        find_script(loaded.script, os.getcwd(), loaded.source_path)
+    elif deep:
         add_importable(loaded)
         from raytrainer.preflight import deep_report
 

@@ -206,6 +206,15 @@ def test_a_ddp_script_resumes_trains_and_fails_as_under_torchrun(ddp_folder, mon
         assert "ValueError: the label of sample 7 is -1" in log(ddp_folder, 1, "ddp").decode()
 
 
+def test_the_example_runs_from_its_yaml_and_goes_on_from_its_snapshot(here, capfd):
+    command = ["run", str(ROOT / "examples/launch/launch.yaml"), "--local"]
+    assert main(command) == 0
+    first = capfd.readouterr().out
+    assert first.count("on 2 ranks") == 3
+    assert main([*command, "script.args=[--epochs, '4']"]) == 0
+    assert capfd.readouterr().out.startswith("going on at epoch 3\nepoch 4: loss")
+
+
 def test_a_script_that_spawns_processes_itself(here):
     assert launch(SCRIPTS / "spawn.py", here, num_workers=1) == 0
     assert sorted(path.name for path in here.glob("spawned_*")) == ["spawned_0", "spawned_1"]

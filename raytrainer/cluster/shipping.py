@@ -73,8 +73,8 @@ def check(parcel: Parcel, directory: str) -> None:
     raise UsageError(
         f"{directory} is too large to go along to the other machines: {_in_mib(parcel.num_bytes)}, "
         f"at most {_in_mib(MAX_BYTES)}\n{largest}\n"
-        "  leave paths out (--exclude data, or ray.runtime_env.excludes: [data]), start the command in a smaller "
-        "folder, or name one that all machines share in ray.runtime_env.working_dir"
+        "  leave paths out (--exclude data, or ray.runtime_env.excludes: [data]), start the command in a\n"
+        "  smaller folder, or name one that all machines share in ray.runtime_env.working_dir"
     )
 
 
