@@ -12,6 +12,7 @@
         ├── SampleError                 a sample that cannot be loaded, or has a label outside the classes
         ├── NonFiniteLossError          NaN or infinity where the config says stop
         ├── WorkerError                 an exception in one rank's user code
+        ├── ScriptError                 a launched script that failed; has the script's own exit code
         ├── WorkerLostError             a rank's process died
         ├── CheckpointError             no checkpoint can be read
         └── StorageError                the run directory cannot be written
@@ -106,6 +107,17 @@ class NonFiniteLossError(TrainingError):
 
 class WorkerError(TrainingError):
     """An exception in one rank, with the user's own frames first."""
+
+
+class ScriptError(TrainingError):
+    """A launched script failed: the first rank that did, its last words, and its own exit code."""
+
+    def __init__(self, message: str, exit_code: int = 1):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+    def __reduce__(self):
+        return type(self), (str(self), self.exit_code)
 
 
 class WorkerLostError(TrainingError):

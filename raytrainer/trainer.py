@@ -21,7 +21,7 @@ from raytrainer import build, checkpoint, loggers
 from raytrainer.config import add_importable
 from raytrainer.data import EvalBatches, build_loader, mix_seed
 from raytrainer.distributed import Process, broadcast_object, broadcast_tensors
-from raytrainer.errors import NonFiniteLossError, RaytrainerError, ResumeError, StorageError
+from raytrainer.errors import NonFiniteLossError, RaytrainerError, ResumeError, StorageError, UsageError
 from raytrainer.evaluation import evaluate
 from raytrainer.heap import keep_freed_memory
 from raytrainer.manifest import FOLDER, MODEL_FILE, TRAINING_FILE, folder_name, list_checkpoints
@@ -78,6 +78,8 @@ class Trainer:
         run_dir: RunDirectory | None = None,
         started_at: float | None = None,
     ):
+        if config.script is not None:
+            raise UsageError("a config with a script has nothing to train: use raytrainer.run, or launch")
         self.config = config
         self.process = process or Process.from_environment()
         self._observer = observer or (lambda record: None)

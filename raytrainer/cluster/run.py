@@ -41,9 +41,14 @@ def run(
 
     local: `scaling.num_workers` processes on this machine, without Ray. fresh: start over, with the old run
     directory moved aside. observer: gets rank 0's records as they come. started_at: Unix time at which the
-    command began. Returns the result of a run that finished or was stopped; raises what made it fail.
+    command began. A config with a `script` launches that instead. Returns the result of a run that finished
+    or was stopped; raises what made it fail.
     """
     started_at = started_at or time.time()
+    if config.script is not None:
+        from raytrainer.cluster.launch import launch
+
+        return launch(config, local=local, fresh=fresh, verbose=verbose, observer=observer)
     with RunDirectory.open(config, fresh=fresh) as run_dir:
         console = Console(enabled="console" in config.logging.sinks)
         try:
