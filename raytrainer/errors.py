@@ -23,7 +23,9 @@ The command line prints `str(error)` and no traceback; `exit_code` is the proces
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
+from typing import Any
 
 
 class RaytrainerError(Exception):
@@ -130,3 +132,27 @@ class CheckpointError(TrainingError):
 
 class StorageError(TrainingError):
     """The run directory cannot be written or read."""
+
+
+class RaytrainerWarning(UserWarning):
+    """Something that a user should know and that stops nothing; shown as one line."""
+
+
+def warn(message: str) -> None:
+    """Says `message` through Python's warnings, so that tests and filters see it too."""
+    warnings.warn(message, RaytrainerWarning, stacklevel=3)
+
+
+def show_warnings_in_one_line() -> None:
+    """Has this process print raytrainer's own warnings as `warning: ...`, without Python's file and line."""
+    usual = warnings.formatwarning
+    if getattr(usual, "in_one_line", False):
+        return
+
+    def formatted(message: Warning | str, category: type[Warning], *place: Any, **line: Any) -> str:
+        if issubclass(category, RaytrainerWarning):
+            return f"warning: {message}\n"
+        return usual(message, category, *place, **line)
+
+    formatted.in_one_line = True
+    warnings.formatwarning = formatted
