@@ -198,7 +198,7 @@ def test_callable_from_a_name_a_target_or_itself():
     assert callable_from(len) is len
     assert callable_from(None) is None
     with pytest.raises(
-        TargetError, match=r"data\.collate_fn: rt_user\.number cannot be called: its type is int"
+        TargetError, match=r"rt_user\.number cannot be called: its type is int"
     ):
         callable_from("rt_user.number", at="data.collate_fn")
     with pytest.raises(TargetError, match=r"data\.collate_fn: cannot be called: its type is Net"):
