@@ -34,19 +34,27 @@ def continued(config: Config, run_dir: RunDirectory) -> Config:
     if not infos:
         return config
     before = infos[-1].meaning
-    begun_with = before.get(_MICRO_BATCH_SIZE)
-    if config.micro_batch_size_is_default and begun_with not in (None, config.data.micro_batch_size):
-        config = config.with_overrides(f"{_MICRO_BATCH_SIZE}={begun_with}")
+    config = with_micro_batch_size_of(config, before)
     check_same_meaning(run_dir.root, before, {**config.meaning(), DATA_LENGTH: before.get(DATA_LENGTH)})
     return config
 
 
-def check_same_meaning(root: str, before: dict[str, Any], now: dict[str, Any]) -> None:
+def with_micro_batch_size_of(config: Config, before: dict[str, Any]) -> Config:
+    """`config` with the microbatch that a checkpoint's meaning names, where the config leaves it open."""
+    begun_with = before.get(_MICRO_BATCH_SIZE)
+    if config.micro_batch_size_is_default and begun_with not in (None, config.data.micro_batch_size):
+        return config.with_overrides(f"{_MICRO_BATCH_SIZE}={begun_with}")
+    return config
+
+
+_ANOTHER_NAME = "give this run another name (name=...), or start over with --fresh, which keeps the old one"
+
+
+def check_same_meaning(
+    root: str, before: dict[str, Any], now: dict[str, Any], advice: str = _ANOTHER_NAME
+) -> None:
     """Raises ResumeError when a checkpoint made under `before` is not what `now` goes on with."""
     changed = difference(before, now)
     if changed:
         lines = "\n".join(f"  {line}" for line in changed)
-        raise ResumeError(
-            f"{root} was begun with another config:\n{lines}\n"
-            "  give this run another name (name=...), or start over with --fresh, which keeps the old one"
-        )
+        raise ResumeError(f"{root} was begun with another config:\n{lines}\n  {advice}")

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from raytrainer import build, checkpoint, loggers
+from raytrainer import build, checkpoint, ledger_files, loggers
 from raytrainer.config import add_importable
 from raytrainer.data import EvalBatches, build_loader, mix_seed
 from raytrainer.distributed import Process, broadcast_object
 from raytrainer.errors import NonFiniteLossError, RaytrainerError, ResumeError, StorageError
 from raytrainer.evaluation import evaluate
+from raytrainer.ledger import Ledger, NoLedger
 from raytrainer.manifest import FOLDER, MODEL_FILE, TRAINING_FILE, folder_name, list_checkpoints
 from raytrainer.policy import DuePolicy, improves
 from raytrainer.result import Result
@@ -163,6 +164,7 @@ class Trainer:
         self.metrics = build.build_metrics(config, device) if self.data.eval is not None else {}
         self._meaning = {**config.meaning(), DATA_LENGTH: len(self.data.train)}
         self._resume()
+        self._ledger = self._new_ledger() if config.logging.ledger else NoLedger()
         if config.training.compile:
             options = config.training.compile if isinstance(config.training.compile, dict) else {}
             model.compile(**options)
@@ -211,6 +213,7 @@ class Trainer:
             return
         loggers.forget_after(run_dir, self.state.progress.step)
         checkpoint.delete_orphans(run_dir)
+        ledger_files.delete_after(run_dir.storage, self.state.progress.step)
         sinks: list[loggers.Sink] = [loggers.ObserverSink(self._observer)]
         if "jsonl" in config.logging.sinks:
             sinks.append(loggers.JsonlSink(run_dir))
@@ -240,6 +243,13 @@ class Trainer:
             names = (MODEL_FILE, TRAINING_FILE)
             latest = (info, *checkpoint.load_files(storage, f"{FOLDER}/{info.name}", info, names))
         self.state.load(latest[1], latest[2])
+
+    def _new_ledger(self) -> Ledger:
+        events = self._run_dir.events() if self.process.is_first else []
+        attempt = sum(event["event"] in ("started", "resumed") for event in events)
+        attempt = broadcast_object(attempt, self.process.world_size)
+        config, device = self.config, self.device
+        return Ledger(self.process, device, attempt, config.num_microbatches, config.data.micro_batch_size)
 
     # The loop -----------------------------------------------------------------------------------------------
 
@@ -277,23 +287,27 @@ class Trainer:
     def _train_step(self) -> bool:
         """One optimizer step; returns whether all ranks agreed to stop after it."""
         progress, timer = self.state.progress, self._timer
-        microbatches = self._next_microbatches()
+        microbatches = self._ledger.watch(self._next_microbatches())
         plan = self.sampler.plan(progress.step_in_epoch, progress.epoch)
         wish = self._stop.requested is not None
         self.state.task.step = progress.step
         if len(self.state.optimizers) == 1:
             self.gradients.zero_grad()
             self.gradients.compute(plan, microbatches, progress.step, wish)
+            self._ledger.exchange()
             self._votes.push(progress.step + 1, self.gradients.votes_grad)
             stop, healthy = self._read_votes()
             if healthy:
                 self._update("")
         else:
-            stop, healthy = self._alternate(plan, list(_take(microbatches, len(plan.local))), wish)
+            taken = list(_take(microbatches, len(plan.local)))
+            self._ledger.exchange()
+            stop, healthy = self._alternate(plan, taken, wish)
         progress.step += 1
         progress.step_in_epoch += 1
         progress.samples_seen += plan.num_samples
         progress.skipped_updates += not healthy
+        self._ledger.finish(progress.step, progress.epoch)
         self._after_step()
         timer.step(plan.num_samples, self.gradients.votes_grad)
         if progress.step % self.config.logging.every_n_steps == 0:
@@ -481,10 +495,13 @@ class Trainer:
 
     def _save(self) -> None:
         self._settle_votes()
-        if not self.process.is_first or self._place() == self._last_saved:
+        if self._place() == self._last_saved:
             return
-        with self._timer.outside():
-            self._writer.submit(self.state.snapshot(self._meaning))
+        if self.process.is_first:
+            with self._timer.outside():
+                lines = self._ledger.lines_after(self._last_saved[0])
+                self._writer.submit(self.state.snapshot(self._meaning, lines))
+        self._ledger.saved(self.state.progress.step)
         self._last_saved, self._last_save_at = self._place(), time.monotonic()
 
     def _place(self) -> tuple[int, int, int]:

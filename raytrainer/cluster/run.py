@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from raytrainer.adopt import start_from
 from raytrainer.cluster.outcome import Outcome, to_error
 from raytrainer.cluster.signals import StopSignal, stop_on_signals
 from raytrainer.config import importable
@@ -33,6 +34,7 @@ def run(
     *,
     local: bool = False,
     fresh: bool = False,
+    resume_from: str | None = None,
     verbose: bool = False,
     observer: Observer | None = None,
     started_at: float | None = None,
@@ -40,13 +42,16 @@ def run(
     """Trains what `config` describes, or goes on where an earlier run of the same name stopped.
 
     local: `scaling.num_workers` processes on this machine, without Ray. fresh: start over, with the old run
-    directory moved aside. observer: gets rank 0's records as they come. started_at: Unix time at which the
-    command began. Returns the result of a run that finished or was stopped; raises what made it fail.
+    directory moved aside. resume_from: a run directory or a checkpoint that a new run goes on from. observer:
+    gets rank 0's records as they come. started_at: Unix time at which the command began. Returns the result
+    of a run that finished or was stopped; raises what made it fail.
     """
     started_at = started_at or time.time()
     with RunDirectory.open(config, fresh=fresh) as run_dir:
         console = Console(enabled="console" in config.logging.sinks)
         try:
+            if resume_from is not None:
+                console.say(_begin_from(resume_from, config, run_dir))
             config = continued(config, run_dir)
             done = finished_result(config, run_dir)
             if done is not None:
@@ -165,6 +170,13 @@ class _Run:
         result = Result.from_mapping(known)
         self._run_dir.write_result(result)
         return result
+
+
+def _begin_from(address: str, config: Config, run_dir: RunDirectory) -> str:
+    info = start_from(address, config, run_dir)
+    if info is None:
+        return f"{run_dir.root} has checkpoints of its own and goes on from them, not from {address}"
+    return f"a new run from {address}: step {info.step} (epoch {info.epoch})"
 
 
 def _last_words(result: Result, begun: bool) -> str:
