@@ -94,6 +94,17 @@ class VoteReader:
         event.record()
         self._pending.append((step, host, event))
 
+    def pending(self, until_step: int) -> list[Votes]:
+        """The votes not read yet of the steps up to `until_step`, which stay; may be called in any thread."""
+        found = []
+        for step, host, event in self._pending.copy():
+            if step <= until_step:
+                if event is not None:
+                    event.synchronize()
+                loss, _, stop, num_skipped = host.tolist()
+                found.append(Votes(step, loss, stop > 0, round(num_skipped)))
+        return found
+
     def read(self, *, all_of_them: bool = False) -> Iterator[Votes]:
         while len(self._pending) > (0 if all_of_them else self._lag):
             step, host, event = self._pending.popleft()
@@ -134,6 +145,13 @@ class StepBuffers:
         """Takes over from rank 0 what its microbatch 0 changed."""
         if self._settled and self.changing:
             broadcast_tensors(self.changing, world_size)
+
+    @property
+    def all(self) -> list[torch.Tensor]:
+        """Every buffer that a step can change; empty before it is known which these are."""
+        if not self._settled:
+            return []
+        return [*(buffer for norm in self._norms for buffer in norm.buffers()), *self.changing]
 
     @contextlib.contextmanager
     def around(self, microbatch: int) -> Iterator[None]:
@@ -195,6 +213,11 @@ class GradientStep:
     @property
     def votes_grad(self) -> torch.Tensor:
         return self._module.votes.grad
+
+    @property
+    def step_buffers(self) -> list[torch.Tensor]:
+        """The buffers that a step changes on rank 0; empty before the first step."""
+        return self._buffers.all
 
     @property
     def last_metrics(self) -> dict[str, Any]:

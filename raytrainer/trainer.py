@@ -23,6 +23,7 @@ from raytrainer.data import EvalBatches, build_loader, mix_seed
 from raytrainer.distributed import Process, broadcast_object
 from raytrainer.errors import NonFiniteLossError, RaytrainerError, ResumeError, StorageError
 from raytrainer.evaluation import evaluate
+from raytrainer.finished_step import FinishedStep
 from raytrainer.ledger import Ledger, NoLedger
 from raytrainer.manifest import FOLDER, MODEL_FILE, TRAINING_FILE, folder_name, list_checkpoints
 from raytrainer.policy import DuePolicy, improves
@@ -164,6 +165,7 @@ class Trainer:
         self.metrics = build.build_metrics(config, device) if self.data.eval is not None else {}
         self._meaning = {**config.meaning(), DATA_LENGTH: len(self.data.train)}
         self._resume()
+        self._finished = FinishedStep(self.state, process, device)
         self._ledger = self._new_ledger() if config.logging.ledger else NoLedger()
         if config.training.compile:
             options = config.training.compile if isinstance(config.training.compile, dict) else {}
@@ -295,24 +297,33 @@ class Trainer:
             self.gradients.zero_grad()
             self.gradients.compute(plan, microbatches, progress.step, wish)
             self._ledger.exchange()
+            self._finished.exchange(self.gradients.step_buffers)
             self._votes.push(progress.step + 1, self.gradients.votes_grad)
             stop, healthy = self._read_votes()
-            if healthy:
-                self._update("")
+            with self._finished.finishing():
+                if healthy:
+                    self._update("")
+                self._count_step(plan.num_samples, healthy)
         else:
             taken = list(_take(microbatches, len(plan.local)))
             self._ledger.exchange()
             stop, healthy = self._alternate(plan, taken, wish)
-        progress.step += 1
-        progress.step_in_epoch += 1
-        progress.samples_seen += plan.num_samples
-        progress.skipped_updates += not healthy
-        self._ledger.finish(progress.step, progress.epoch)
+            self._finished.exchange(self.gradients.step_buffers)
+            with self._finished.finishing():
+                self._count_step(plan.num_samples, healthy)
         self._after_step()
         timer.step(plan.num_samples, self.gradients.votes_grad)
         if progress.step % self.config.logging.every_n_steps == 0:
             self._log_step()
         return stop
+
+    def _count_step(self, num_samples: int, healthy: bool) -> None:
+        progress = self.state.progress
+        progress.step += 1
+        progress.step_in_epoch += 1
+        progress.samples_seen += num_samples
+        progress.skipped_updates += not healthy
+        self._ledger.finish(progress.step, progress.epoch)
 
     def _alternate(self, plan: Any, microbatches: list[Any], wish: bool) -> tuple[bool, bool]:
         """A step of several optimizers: each in its turn, over the same microbatches."""
@@ -324,6 +335,7 @@ class Trainer:
             self._votes.push(self.state.progress.step + 1, self.gradients.votes_grad)
             wanted, healthy = self._read_votes()
             stop, all_healthy = stop or wanted, all_healthy and healthy
+            self._finished.tear()
             if healthy:
                 self._update(name)
         return stop, all_healthy
@@ -409,15 +421,19 @@ class Trainer:
         progress = self.state.progress
         epoch_ends = progress.step_in_epoch == self.steps_per_epoch
         last = progress.step >= self.total_steps
-        if epoch_ends:
-            self._advance_schedules("epoch")
-            progress.epoch += 1
-            progress.step_in_epoch = 0
-            self._microbatches = None
-        due = self._due.at(progress.step, progress.epoch if epoch_ends else None, last)
-        gained = False
+        due = self._due.at(progress.step, progress.epoch + 1 if epoch_ends else None, last)
+        values = None
         if due.evaluate and self.data.eval is not None and progress.last_evaluation_step != progress.step:
-            gained = self._evaluate()
+            values = self._evaluate()
+        # Only now, when no other rank is waited for any more: what a rank that outlives its peers holds is
+        # either all of this or none of it.
+        with self._finished.finishing():
+            if epoch_ends:
+                self._advance_schedules("epoch")
+                progress.epoch += 1
+                progress.step_in_epoch = 0
+                self._microbatches = None
+            gained = values is not None and self._note_evaluation(values)
         minutes = (time.monotonic() - self._last_save_at) / 60
         if due.checkpoint or gained or self._due.minutes_are_over(minutes):
             self._save()
@@ -430,15 +446,18 @@ class Trainer:
                     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
                     schedule.scheduler.step(*(() if value is None else (value,)))
 
-    def _evaluate(self) -> bool:
-        """Evaluates and notes the result; returns whether the monitored value is the best so far."""
+    def _evaluate(self) -> dict[str, float] | None:
+        """What the evaluation gives; changes nothing that a checkpoint holds. None before the first step."""
         self._settle_votes()
-        progress, config = self.state.progress, self.config
-        if progress.step == 0:
-            return False
+        if self.state.progress.step == 0:
+            return None
         with self._timer.outside():
             self.gradients.share_buffers()
-            values = self._evaluate_model()
+            return self._evaluate_model()
+
+    def _note_evaluation(self, values: dict[str, float]) -> bool:
+        """Decides what follows from an evaluation; returns whether the monitored value is the best so far."""
+        progress, config = self.state.progress, self.config
         metrics = {f"eval/{name}": value for name, value in values.items()}
         progress.metrics.update(metrics)
         progress.last_evaluation_step = progress.step
@@ -503,6 +522,42 @@ class Trainer:
                 self._writer.submit(self.state.snapshot(self._meaning, lines))
         self._ledger.saved(self.state.progress.step)
         self._last_saved, self._last_save_at = self._place(), time.monotonic()
+
+    @property
+    def finished_step(self) -> int | None:
+        """The step whose whole state this rank holds, None if it holds none; may be asked in any thread."""
+        finished = getattr(self, "_finished", None)
+        return None if finished is None else finished.step
+
+    def save_finished_step(self, committed_step: int) -> int | None:
+        """Saves the state as of the last finished step, when other ranks are lost; returns that step.
+
+        May be called in any thread, while this rank hangs or after it failed. committed_step: of the newest
+        checkpoint there is. None where the state is not whole. Raises StorageError.
+        """
+        snapshot = self._finished.snapshot(
+            lambda: self.state.snapshot(self._meaning, self._ledger.lines_after(committed_step))
+        )
+        if snapshot is None or snapshot.step <= committed_step:
+            return None
+        for votes in self._votes.pending(snapshot.step):
+            snapshot.training["progress"]["skipped_samples"] += votes.num_skipped
+            if not math.isfinite(votes.loss):
+                return None
+        if self.process.is_first:
+            # Its own writer, which may be busy with the checkpoint before.
+            self._writer.submit(snapshot)
+            self._writer.close()
+            return snapshot.step
+        ledger_files.delete_after(self._run_dir.storage, committed_step)
+        info = checkpoint.save(self._run_dir, snapshot)
+        world_size, rank = self.process.world_size, self.process.rank
+        self._observer(
+            self._run_dir.event(
+                "checkpointed", world_size=world_size, step=info.step, checkpoint=info.name, rank=rank
+            )
+        )
+        return info.step
 
     def _place(self) -> tuple[int, int, int]:
         """Changes whenever there is something new to save: a step, the end of an epoch, an evaluation."""

@@ -22,6 +22,7 @@ from raytrainer.cluster.outcome import (
 )
 from raytrainer.cluster.rank_process import RankProcess, group_environment, payload_as_file
 from raytrainer.cluster.signals import EXIT_CODES, StopSignal
+from raytrainer.cluster.survivor import SAVE_S, choose_survivor
 
 # After the first failure the others get this long to notice and to write out their logs.
 GRACE_S = 5.0
@@ -55,7 +56,8 @@ def run_local(
     last_step = committed_step()
     while not stop.requested:
         payload["attempt"] = len(restarts)
-        with _Group(payload, num_workers, on_record, stop, Path(log_dir) if log_dir else None) as group:
+        folder = Path(log_dir) if log_dir else None
+        with _Group(payload, num_workers, on_record, stop, folder, committed_step) as group:
             group.watch()
         if group.all_finished:
             return _outcome_of(group.results, stop, tuple(restarts))
@@ -105,6 +107,7 @@ class _Group:
         on_record: Callable[[dict], None],
         stop: StopSignal,
         log_dir: Path | None,
+        committed_step: Callable[[], int | None],
     ):
         self.results: dict[int, dict] = {}
         self.failures: list[RankFailure] = []
@@ -113,12 +116,17 @@ class _Group:
         self._on_record = on_record
         self._stop = stop
         self._log_dir = log_dir
+        self._committed_step = committed_step
         self._ranks: list[RankProcess] = []
         self._resources = ExitStack()
         self._training = False
         self._killed = False
         self._stop_sent = False
         self._deadline: float | None = None
+        # What the survivors of a failure hold: by rank, their last finished step.
+        self._offers: dict[int, int | None] = {}
+        self._saving: RankProcess | None = None
+        self._rescued = False
 
     @property
     def all_finished(self) -> bool:
@@ -165,6 +173,7 @@ class _Group:
                 if key.data.channel.closed:
                     self._selector.unregister(key.fileobj)
         self._reap()
+        self._rescue()
         if self._deadline is not None and time.monotonic() >= self._deadline:
             if self._killed:
                 return False
@@ -214,6 +223,11 @@ class _Group:
                 self.results[rank.rank] = message["result"]
                 if self.all_finished:
                     self._deadline = time.monotonic() + EXIT_S
+            elif "offer" in message:
+                self._offers[rank.rank] = message["offer"]
+            elif "saved" in message:
+                # The group is of no more use.
+                self._kill()
             elif "failure" in message:
                 rank.reported = True
                 self._fail(RankFailure.from_dict(message["failure"]))
@@ -225,6 +239,7 @@ class _Group:
             for rank in self._ranks:
                 if not rank.reported:
                     rank.channel.send({"abort": GRACE_S / 2})
+                rank.channel.send({"offer": True})
 
     def _reap(self) -> None:
         """Note the ranks that have ended, after all that they said, and end what they left."""
@@ -236,6 +251,33 @@ class _Group:
             returncode, rss_gib = rank.collect()
             if not rank.reported and not self._killed:
                 self._fail(describe_exit(rank.rank, returncode, rss_gib))
+
+    # What survives
+
+    def _rescue(self) -> None:
+        """Has one of the survivors save the last finished step, once it is known that others are lost."""
+        if not self.failures or self._killed or self._rescued:
+            return
+        if self._saving is not None and not self._saving.exited:
+            return
+        living = [rank for rank in self._ranks if not rank.exited]
+        if is_retryable(choose_cause(self.failures)):
+            certain = any(failure.kind == "lost" for failure in self.failures)
+            certain = certain or all(rank.reported for rank in living)
+            heard = all(rank.rank in self._offers for rank in living)
+            if not (certain and heard) and time.monotonic() < self._deadline:
+                return
+            offers = {rank.rank: self._offers.get(rank.rank) for rank in living}
+            committed = self._committed_step()
+            chosen = choose_survivor(offers, committed)
+            if chosen is not None:
+                self._saving = self._ranks[chosen]
+                self._saving.channel.send({"save": committed or 0})
+                self._deadline = time.monotonic() + SAVE_S
+                return
+        self._rescued = True
+        for rank in living:
+            rank.channel.send({"release": True})
 
     # Ending them
 
