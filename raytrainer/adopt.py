@@ -88,6 +88,7 @@ def start_from(address: str, config: Config, run_dir: RunDirectory) -> Checkpoin
     if list_checkpoints(run_dir.storage):
         return None
     adopt(source, run_dir)
+    mark_step(run_dir.storage, source.info.step)
     if source.run is not None:
         ledger_files.copy_until(source.run, run_dir.storage, source.info.step)
     run_dir.event("branched", step=source.info.step, epoch=source.info.epoch, source=source.address)
@@ -118,4 +119,3 @@ def adopt(source: Source, run_dir: RunDirectory) -> None:
     content = source.storage.read(manifest)
     json.loads(content)
     run_dir.storage.write(f"{target}/{MANIFEST}", content)
-    mark_step(run_dir.storage, source.info.step)

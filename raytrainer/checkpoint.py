@@ -91,9 +91,12 @@ class _HashingFile:
         return {"bytes": self.num_bytes, "sha256": self._digest.hexdigest()}
 
 
-def save(run_dir: RunDirectory, snapshot: Snapshot) -> CheckpointInfo:
-    """Writes and commits one checkpoint; it is durable when this returns. Raises StorageError."""
-    storage, name = run_dir.storage, folder_name(snapshot.step)
+def save(run_dir: RunDirectory, snapshot: Snapshot, storage: Storage | None = None) -> CheckpointInfo:
+    """Writes and commits one checkpoint; it is durable when this returns. Raises StorageError.
+
+    storage: in place of the run directory's own, for a snapshot.
+    """
+    storage, name = storage or run_dir.storage, folder_name(snapshot.step)
     folder = f"{FOLDER}/{name}"
     storage.delete(f"{folder}/{MANIFEST}")
     files = {}

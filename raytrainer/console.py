@@ -116,6 +116,12 @@ def describe_event(record: Record) -> str | None:
         return f"resumed at step {record['step']} (epoch {record.get('epoch', 0)})"
     if event == "checkpointed":
         return f"checkpoint at step {record['step']}"
+    if event == "snapshots":
+        often = f"every {record['every_s']:.1f} s" if record["every_s"] else "as often as the config says"
+        return (
+            f"snapshots to this machine's memory {often}, {1000 * record['cost_s']:.0f} ms each: "
+            "the steps since the last one are lost only if all workers die at once"
+        )
     if event == "worker_failed":
         return _describe_failure(record)
     details = " ".join(f"{key}={value}" for key, value in record.items() if key not in ("event", "time_s"))

@@ -52,11 +52,18 @@ def write_lines(storage: Storage, lines: list[LedgerLine]) -> None:
 
 
 def read_ledger(storage: Storage, until_step: int) -> Iterator[LedgerLine]:
-    """The lines of all steps up to `until_step`, file by file; what is beyond belongs to lost steps."""
+    """The lines of all steps up to `until_step`, file by file; what is beyond belongs to lost steps.
+
+    Two files may tell of the same computation, when one of them was written for a checkpoint that a crash
+    kept from being committed: it counts once.
+    """
+    seen = set()
     for name, _, _ in _files(storage):
         for text in storage.read(f"{LEDGER_FOLDER}/{name}").splitlines():
             line = LedgerLine(**json.loads(text))
-            if line.step <= until_step:
+            key = line.step, line.microbatch, line.rank, line.attempt
+            if line.step <= until_step and key not in seen:
+                seen.add(key)
                 yield line
 
 
@@ -65,6 +72,12 @@ def delete_after(storage: Storage, step: int) -> None:
     for name, _, last in _files(storage):
         if last > step:
             storage.delete(f"{LEDGER_FOLDER}/{name}")
+
+
+def keep_newest(storage: Storage) -> None:
+    """Removes all files but the one that reaches furthest, for those that each begin where the first did."""
+    for name, _, _ in sorted(_files(storage), key=lambda each: each[2])[:-1]:
+        storage.delete(f"{LEDGER_FOLDER}/{name}")
 
 
 def copy_until(source: Storage, target: Storage, step: int) -> None:

@@ -30,6 +30,7 @@ from raytrainer.policy import DuePolicy, improves
 from raytrainer.result import Result
 from raytrainer.resume import DATA_LENGTH, check_same_meaning, continued
 from raytrainer.rundir import RunDirectory
+from raytrainer.snapshots import SnapshotWriter
 from raytrainer.state import TrainState
 from raytrainer.step import GradientStep, VoteReader, refuse_communicating_modules
 from raytrainer.step_mark import StepMark, last_marked_step
@@ -62,7 +63,8 @@ class Trainer:
     config: may hold objects in place of targets. process: this rank; read from torchrun's environment
     variables by default, a job of one without them. observer: gets rank 0's metric records and events. stop:
     looked at once a step; the step is finished and saved first. run_dir: opened from the config by default.
-    started_at: Unix time at which the user's command started, for `time_to_first_step_s`.
+    started_at: Unix time at which the user's command started, for `time_to_first_step_s`. snapshot_dir: a
+    folder in memory that outlives this process, for snapshots; none are taken without it.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Trainer:
         stop: StopWish | None = None,
         run_dir: RunDirectory | None = None,
         started_at: float | None = None,
+        snapshot_dir: str | None = None,
     ):
         self.config = config
         self.process = process or Process.from_environment()
@@ -83,6 +86,8 @@ class Trainer:
         self._started_at = started_at or time.time()
         self._first_step_at: float | None = None
         self._mark: StepMark | None = None
+        self._snapshot_dir = snapshot_dir
+        self._snapshots: SnapshotWriter | None = None
 
     def train(self) -> Result:
         """Trains to the end, or to a wish to stop; resumes from the run directory's newest checkpoint."""
@@ -222,6 +227,11 @@ class Trainer:
         if "tensorboard" in config.logging.sinks:
             sinks.append(loggers.TensorBoardSink(run_dir))
         self._logger = loggers.Logger(sinks)
+        every = config.checkpoint.snapshot
+        if self._snapshot_dir is not None and every != "off":
+            steps = every["steps"] if isinstance(every, dict) else None
+            self._snapshots = SnapshotWriter(self._snapshot_dir, run_dir, steps, self._tell_pace)
+            self._open.callback(self._snapshots.close)
         self._writer = checkpoint.CheckpointWriter(
             run_dir,
             num_to_keep=config.checkpoint.num_to_keep,
@@ -312,6 +322,9 @@ class Trainer:
             with self._finished.finishing():
                 self._count_step(plan.num_samples, healthy)
         self._after_step()
+        if self._snapshots is not None:
+            with timer.outside():
+                self._snapshots.take_if_due(progress.step, lambda: self._copy_finished_step(0))
         timer.step(plan.num_samples, self.gradients.votes_grad)
         if progress.step % self.config.logging.every_n_steps == 0:
             self._log_step()
@@ -535,15 +548,9 @@ class Trainer:
         May be called in any thread, while this rank hangs or after it failed. committed_step: of the newest
         checkpoint there is. None where the state is not whole. Raises StorageError.
         """
-        snapshot = self._finished.snapshot(
-            lambda: self.state.snapshot(self._meaning, self._ledger.lines_after(committed_step))
-        )
+        snapshot = self._copy_finished_step(committed_step)
         if snapshot is None or snapshot.step <= committed_step:
             return None
-        for votes in self._votes.pending(snapshot.step):
-            snapshot.training["progress"]["skipped_samples"] += votes.num_skipped
-            if not math.isfinite(votes.loss):
-                return None
         if self.process.is_first:
             # Its own writer, which may be busy with the checkpoint before.
             self._writer.submit(snapshot)
@@ -558,6 +565,23 @@ class Trainer:
             )
         )
         return info.step
+
+    def _copy_finished_step(self, committed_step: int) -> checkpoint.Snapshot | None:
+        """The state as of the last finished step, with the ledger's lines since `committed_step`."""
+        snapshot = self._finished.snapshot(
+            lambda: self.state.snapshot(self._meaning, self._ledger.lines_after(committed_step))
+        )
+        if snapshot is None:
+            return None
+        for votes in self._votes.pending(snapshot.step):
+            snapshot.training["progress"]["skipped_samples"] += votes.num_skipped
+            if not math.isfinite(votes.loss):
+                return None
+        return snapshot
+
+    def _tell_pace(self, every_s: float, cost_s: float) -> None:
+        step = self.state.progress.step
+        self._event("snapshots", step=step, every_s=round(every_s, 2), cost_s=round(cost_s, 4))
 
     def _place(self) -> tuple[int, int, int]:
         """Changes whenever there is something new to save: a step, the end of an epoch, an evaluation."""

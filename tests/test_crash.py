@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 import raytrainer
 from raytrainer.audit import audit_run
 from raytrainer.cluster.survivor import choose_survivor
+from raytrainer.errors import ConfigError
+from raytrainer.snapshots import MAX_SHARE, SnapshotPace, snapshot_folder
 from tests.training import config
 
 HARD = [
@@ -94,3 +96,44 @@ def test_the_lowest_rank_with_the_highest_step_saves(offers, committed):
     else:
         assert offers[chosen] == max(steps)
         assert all(rank >= chosen for rank, step in offers.items() if step == max(steps))
+
+
+SNAPSHOT = "checkpoint={every: {steps: 1000}, snapshot: {steps: 2}}"
+
+
+def test_where_no_rank_survives_the_last_snapshot_does(tmp_path):
+    wanted = [*HARD[:4], "logging.ledger=true", SNAPSHOT]
+    undisturbed = run(tmp_path, 1, "whole", *wanted)
+    result = run(tmp_path, 1, "killed", *wanted, observer=KillAt(9, 0))
+    assert (result.status, result.restarts, result.steps) == ("finished", 1, 15)
+    assert result.lost_steps <= 4
+    assert events(result.run_dir, "resumed")[0]["step"] >= 6
+    assert events(result.run_dir, "snapshots")
+    assert (result.weights_sha256, result.state_sha256) == (
+        undisturbed.weights_sha256,
+        undisturbed.state_sha256,
+    )
+    found = audit_run(result.run_dir)
+    assert found.exact, str(found)
+    assert not Path(snapshot_folder(result.run_dir)).exists()
+
+
+@given(st.lists(st.floats(0.001, 10), min_size=1, max_size=20))
+def test_snapshots_take_a_bounded_share_of_the_time(costs_s):
+    """Steps of no length, snapshots whenever one is due."""
+    now_s, pace = 0.0, SnapshotPace(None, 0.0)
+    spent_s = 0.0
+    for cost_s in costs_s:
+        while not pace.is_due(1, now_s):
+            now_s += 0.01 + pace._due_s - now_s
+        now_s += cost_s
+        spent_s += cost_s
+        pace.paid(cost_s, now_s)
+    assert spent_s / (now_s + costs_s[-1] / MAX_SHARE) <= MAX_SHARE
+
+
+@pytest.mark.parametrize("value", ["0", "{steps: 0}", "always", "{epochs: 1}", "{steps: 2, epochs: 1}"])
+def test_a_snapshot_interval_that_is_none_is_refused(tmp_path, value):
+    with pytest.raises(ConfigError, match=r"checkpoint\.snapshot(.|\n)*auto, off or"):
+        config(tmp_path, f"checkpoint.snapshot={value}")
+    assert config(tmp_path, "checkpoint.snapshot=off").checkpoint.snapshot == "off"

@@ -41,6 +41,7 @@ def run_local(
     max_failures: int,
     log_dir: Path | str | None,
     committed_step: Callable[[], int | None],
+    recover: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Run `num_workers` ranks until they finish, stop or fail for good; no process of theirs is left.
 
@@ -49,6 +50,7 @@ def run_local(
     new start.
     max_failures: new starts after a lost process, without a newly committed step in between; -1 for no limit.
     log_dir: where rank N's output goes, to rank_N.log. committed_step: the step a new start would resume at.
+    recover: called after each failure, when no rank is left, to bring in what can be had besides.
     """
     payload = {**payload, "log_dir": None}
     restarts: list[RankFailure] = []
@@ -64,6 +66,7 @@ def run_local(
         if not group.failures:
             break
         cause = choose_cause(group.failures)
+        recover()
         step = committed_step()
         num_failures = 1 if step != last_step else num_failures + 1
         last_step = step

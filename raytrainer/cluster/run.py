@@ -6,7 +6,9 @@ Runs in the process that the user started, which imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from raytrainer.manifest import list_checkpoints
 from raytrainer.result import Result
 from raytrainer.resume import continued, finished_result
 from raytrainer.rundir import RunDirectory
+from raytrainer.snapshots import recover, snapshot_folder
 
 if TYPE_CHECKING:
     from raytrainer.config import Config
@@ -60,6 +63,12 @@ def run(
                     "To train on, raise training.max_epochs; to start over, use --fresh."
                 )
                 return done
+            recovered = _recover_or_forget(run_dir, fresh)
+            if recovered is not None:
+                console.say(
+                    f"a snapshot of step {recovered} was left in this machine's memory: going on from it"
+                )
+                config = continued(config, run_dir)
             run_dir.write_description(config)
             return _Run(config, run_dir, console, observer, started_at).run(local, verbose)
         finally:
@@ -82,12 +91,15 @@ class _Run:
         self._stop = StopSignal()
 
     def run(self, local: bool, verbose: bool) -> Result:
-        with stop_on_signals(self._stop):
+        with stop_on_signals(self._stop), contextlib.ExitStack() as at_end:
+            at_end.callback(shutil.rmtree, snapshot_folder(self._run_dir.root), ignore_errors=True)
             try:
                 outcome = self._on_this_machine() if local else self._on_ray(verbose)
             except RaytrainerError as error:
                 self._keep(Outcome("failed", error.exit_code), str(error))
                 raise
+            if outcome.status != "finished":
+                self._recover()
         error = to_error(outcome.failure) if outcome.failure is not None else None
         result = self._keep(outcome, str(error) if error else None)
         if error is not None:
@@ -108,6 +120,7 @@ class _Run:
             max_failures=self._config.failure.max_failures,
             log_dir=log_dir,
             committed_step=self._committed_step,
+            recover=self._recover,
         )
 
     def _on_ray(self, verbose: bool) -> Outcome:
@@ -138,7 +151,12 @@ class _Run:
             "import_paths": importable(self._config),
             "env": {name: os.environ[name] for name in sorted(names) if name in os.environ},
             "started_at": self._started_at,
+            "snapshot_dir": snapshot_folder(self._run_dir.root),
         }
+
+    def _recover(self) -> None:
+        """Where all ranks were lost, their last snapshot is better than the newest checkpoint."""
+        recover(snapshot_folder(self._run_dir.root), self._run_dir)
 
     def _committed_step(self) -> int | None:
         infos = list_checkpoints(self._run_dir.storage)
@@ -170,6 +188,15 @@ class _Run:
         result = Result.from_mapping(known)
         self._run_dir.write_result(result)
         return result
+
+
+def _recover_or_forget(run_dir: RunDirectory, fresh: bool) -> int | None:
+    """Takes in what a killed driver's ranks have left in memory, unless the run starts over."""
+    folder = snapshot_folder(run_dir.root)
+    try:
+        return None if fresh else recover(folder, run_dir)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _begin_from(address: str, config: Config, run_dir: RunDirectory) -> str:

@@ -78,7 +78,7 @@ def train_rank(payload: dict, process, observer: Observer | None, stop: StopSign
     """The usual entry: the config, trained by `Trainer` in the run directory that the driver has opened.
 
     payload: `config` (`Config.payload()`), `run_dir` (its root and token), `started_at` (Unix time, s),
-    `survivor` (a `Survivor` that is to know the trainer).
+    `snapshot_dir` (for snapshots), `survivor` (a `Survivor` that is to know the trainer).
     """
     from dataclasses import asdict
 
@@ -100,6 +100,7 @@ def train_rank(payload: dict, process, observer: Observer | None, stop: StopSign
         stop=stop,
         run_dir=RunDirectory(*payload["run_dir"]),
         started_at=payload.get("started_at"),
+        snapshot_dir=payload.get("snapshot_dir"),
     )
     if "survivor" in payload:
         payload["survivor"].trainer = trainer
