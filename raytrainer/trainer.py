@@ -47,7 +47,7 @@ Observer = Callable[[dict[str, Any]], None]
 
 
 class StopWish(Protocol):
-    """Where the loop looks for a wish to stop: None, or a word such as "SIGINT"."""
+    """Where the loop looks for a wish to stop: None, or a word such as "SIGINT" or "resize"."""
 
     @property
     def requested(self) -> str | None: ...
@@ -108,7 +108,8 @@ class Trainer:
                     self._logger.close()
                 raise
             result = self._result(status)
-            self._event(status, step=result.steps)
+            if status != "resized":  # the run goes on: who resizes it tells of it
+                self._event(status, step=result.steps)
             self._logger.close()
             if standalone and self.process.is_first:
                 self._run_dir.write_result(result)
@@ -272,7 +273,7 @@ class Trainer:
         while True:
             if stopping:
                 self._save()
-                return "stopped"
+                return "resized" if self._stop.requested == "resize" else "stopped"
             self._boundary()
             if progress.step >= self.total_steps or progress.stopped_early:
                 self._settle_votes()

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,6 +59,10 @@ class KillAt:
 def events(run_dir, name):
     lines = Path(run_dir, "events.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["event"] == name]
+
+
+def weights_of(result):
+    return torch.load(f"{result.run_dir}/{result.checkpoint}/model.pt", weights_only=True)
 
 
 def run(tmp_path, num_workers, name, *overrides, observer=None):

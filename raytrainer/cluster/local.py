@@ -21,7 +21,8 @@ from raytrainer.cluster.outcome import (
     to_error,
 )
 from raytrainer.cluster.rank_process import RankProcess, group_environment, payload_as_file
-from raytrainer.cluster.signals import EXIT_CODES, StopSignal
+from raytrainer.cluster.signals import EXIT_CODES, RESIZE, StopSignal
+from raytrainer.cluster.sizes import Bounds, Resizing, SizeSource, Slots, wait_for_room
 from raytrainer.cluster.survivor import SAVE_S, choose_survivor
 
 # After the first failure the others get this long to notice and to write out their logs.
@@ -42,8 +43,12 @@ def run_local(
     log_dir: Path | str | None,
     committed_step: Callable[[], int | None],
     recover: Callable[[], None] = lambda: None,
+    sizes: SizeSource | None = None,
+    bounds: Bounds | None = None,
 ) -> Outcome:
     """Run `num_workers` ranks until they finish, stop or fail for good; no process of theirs is left.
+
+    With `sizes` and `bounds` their number follows what there is room for, and num_workers is not used.
 
     payload: see `worker.run_rank`; plain picklable values. on_record: called here with each record of
     rank 0, with its output lines ({"output": ..., "stream": ...}) and with a "worker_failed" event for each
@@ -52,15 +57,20 @@ def run_local(
     log_dir: where rank N's output goes, to rank_N.log. committed_step: the step a new start would resume at.
     recover: called after each failure, when no rank is left, to bring in what can be had besides.
     """
-    payload = {**payload, "log_dir": None}
+    payload = {**payload, "log_dir": None, "attempt": -1}
+    if sizes is None or bounds is None:
+        sizes, bounds = Slots(num_workers), Bounds(num_workers, num_workers, num_workers)
     restarts: list[RankFailure] = []
     num_failures = 0
     last_step = committed_step()
-    while not stop.requested:
-        payload["attempt"] = len(restarts)
-        folder = Path(log_dir) if log_dir else None
-        with _Group(payload, num_workers, on_record, stop, folder, committed_step) as group:
+    resizing = Resizing(bounds)
+    folder = Path(log_dir) if log_dir else None
+    while (size := wait_for_room(sizes, bounds, stop, on_record)) is not None:
+        payload["attempt"] += 1
+        with _Group(payload, size, on_record, stop, folder, committed_step, resizing, sizes) as group:
             group.watch()
+        if group.was_resized and not stop.requested:
+            continue
         if group.all_finished:
             return _outcome_of(group.results, stop, tuple(restarts))
         if not group.failures:
@@ -73,6 +83,7 @@ def run_local(
         if stop.requested or not is_retryable(cause) or 0 <= max_failures < num_failures:
             return Outcome("failed", to_error(cause).exit_code, failure=cause, restarts=tuple(restarts))
         restarts.append(cause)
+        resizing.ended(f"worker {cause.rank} was lost")
         on_record(_restart_record(cause, step, num_failures, max_failures))
     return Outcome("stopped", stop.exit_code, restarts=tuple(restarts))
 
@@ -111,6 +122,8 @@ class _Group:
         stop: StopSignal,
         log_dir: Path | None,
         committed_step: Callable[[], int | None],
+        resizing: Resizing,
+        sizes: SizeSource,
     ):
         self.results: dict[int, dict] = {}
         self.failures: list[RankFailure] = []
@@ -122,6 +135,9 @@ class _Group:
         self._committed_step = committed_step
         self._ranks: list[RankProcess] = []
         self._resources = ExitStack()
+        self._resizing = resizing
+        self._sizes = sizes
+        self._resize_sent = False
         self._training = False
         self._killed = False
         self._stop_sent = False
@@ -135,6 +151,11 @@ class _Group:
     def all_finished(self) -> bool:
         return len(self.results) == self._num_workers
 
+    @property
+    def was_resized(self) -> bool:
+        """Whether the ranks have stopped and saved in order to go on as another number of them."""
+        return self.all_finished and (self.results[0] or {}).get("status") == "resized"
+
     def __enter__(self) -> _Group:
         self._wake_read, self._wake_write = socket.socketpair()
         for end in (self._wake_read, self._wake_write):
@@ -143,6 +164,8 @@ class _Group:
         self._selector = self._resources.enter_context(selectors.DefaultSelector())
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._resources.enter_context(self._stop.listening(self._wake))
+        self._resources.enter_context(self._sizes.listening(self._wake))
+        self._resizing.started(self._num_workers)
         try:
             self._launch()
         except BaseException:
@@ -162,6 +185,7 @@ class _Group:
         self._apply_stop()
         while self._wait():
             self._apply_stop()
+            self._apply_size()
 
     def _wait(self) -> bool:
         """Wait for the next thing to happen and take it in; False when nothing is left to wait for."""
@@ -220,6 +244,9 @@ class _Group:
             if "record" in message:
                 record = message["record"]
                 self._training |= "step" in record or record.get("event") in ("started", "resumed")
+                resized = self._resizing.observe(record)
+                if resized is not None:
+                    self._on_record(resized)
                 self._on_record(record)
             elif "result" in message:
                 rank.reported = True
@@ -294,6 +321,16 @@ class _Group:
             self._stop_sent = True
             for rank in self._ranks:
                 rank.channel.send({"stop": self._stop.requested})
+
+    def _apply_size(self) -> None:
+        if self._resize_sent or not self._training or self._stop.requested or self._deadline is not None:
+            return
+        resize = self._resizing.decide(self._num_workers, self._sizes.available())
+        if resize is not None:
+            self._resize_sent = True
+            self._resizing.ended(resize.why)
+            # Rank 0 alone: the ranks agree on the step, and it is rank 0 that says what the stop was for.
+            self._ranks[0].channel.send({"stop": RESIZE})
 
     def _kill(self) -> None:
         if not self._killed:

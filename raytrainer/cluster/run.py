@@ -27,6 +27,7 @@ from raytrainer.rundir import RunDirectory
 from raytrainer.snapshots import recover, snapshot_folder
 
 if TYPE_CHECKING:
+    from raytrainer.cluster.sizes import SizeSource
     from raytrainer.config import Config
 
 Observer = Callable[[dict[str, Any]], None]
@@ -41,13 +42,15 @@ def run(
     verbose: bool = False,
     observer: Observer | None = None,
     started_at: float | None = None,
+    sizes: SizeSource | None = None,
 ) -> Result:
     """Trains what `config` describes, or goes on where an earlier run of the same name stopped.
 
     local: `scaling.num_workers` processes on this machine, without Ray. fresh: start over, with the old run
     directory moved aside. resume_from: a run directory or a checkpoint that a new run goes on from. observer:
-    gets rank 0's records as they come. started_at: Unix time at which the command began. Returns the result
-    of a run that finished or was stopped; raises what made it fail.
+    gets rank 0's records as they come. started_at: Unix time at which the command began. sizes: with local,
+    how many workers there is room for, within scaling.num_workers; by default its max. Returns the result of
+    a run that finished or was stopped; raises what made it fail.
     """
     started_at = started_at or time.time()
     with RunDirectory.open(config, fresh=fresh) as run_dir:
@@ -70,7 +73,7 @@ def run(
                 )
                 config = continued(config, run_dir)
             run_dir.write_description(config)
-            return _Run(config, run_dir, console, observer, started_at).run(local, verbose)
+            return _Run(config, run_dir, console, observer, started_at, sizes).run(local, verbose)
         finally:
             console.close()
 
@@ -85,9 +88,10 @@ class _Run:
         console: Console,
         observer: Observer | None,
         started_at: float,
+        sizes: SizeSource | None,
     ):
         self._config, self._run_dir, self._console = config, run_dir, console
-        self._observer, self._started_at = observer, started_at
+        self._observer, self._started_at, self._sizes = observer, started_at, sizes
         self._stop = StopSignal()
 
     def run(self, local: bool, verbose: bool) -> Result:
@@ -109,18 +113,22 @@ class _Run:
 
     def _on_this_machine(self) -> Outcome:
         from raytrainer.cluster.local import run_local
+        from raytrainer.cluster.sizes import Bounds, Slots
 
         storage = self._run_dir.storage
         log_dir = tempfile.mkdtemp(prefix="raytrainer-logs-") if storage.is_remote else storage.path("logs")
+        scaling = self._config.scaling
         return run_local(
             self._payload(),
-            self._config.scaling.max_workers,
+            scaling.max_workers,
             on_record=self._on_record,
             stop=self._stop,
             max_failures=self._config.failure.max_failures,
             log_dir=log_dir,
             committed_step=self._committed_step,
             recover=self._recover,
+            sizes=self._sizes or Slots(scaling.max_workers),
+            bounds=Bounds(scaling.min_workers, scaling.max_workers, self._config.num_microbatches),
         )
 
     def _on_ray(self, verbose: bool) -> Outcome:
