@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raytrainer.errors import ClusterRequestError
@@ -51,6 +51,11 @@ def plan_request(scaling: Any, nodes: Sequence[NodeCapacity]) -> WorkerRequest:
         dict(scaling.label_selector),
         scaling.accelerator_type,
     )
+
+
+def at_least(request: WorkerRequest, num_workers: int) -> WorkerRequest:
+    """The same request for another number of workers."""
+    return replace(request, num_workers=num_workers)
 
 
 def check_request(request: WorkerRequest, nodes: Sequence[NodeCapacity]) -> None:

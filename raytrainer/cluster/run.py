@@ -148,6 +148,8 @@ class _Run:
             name=self._config.name,
             verbose=verbose,
             committed_step=self._committed_step,
+            recover=self._recover,
+            num_microbatches=self._config.num_microbatches,
         )
 
     def _payload(self) -> dict[str, Any]:
