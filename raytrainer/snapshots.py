@@ -37,7 +37,7 @@ def snapshot_folder(root: str) -> str:
     """Where the snapshots of the run directory `root` are on this machine: in memory if it has /dev/shm."""
     base = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
     user = os.getuid() if hasattr(os, "getuid") else 0
-    return str(Path(base, f"raytrainer-{user}", hashlib.sha256(root.encode()).hexdigest()[:16]))
+    return str(Path(base, f"raytrainer-{user}-{hashlib.sha256(root.encode()).hexdigest()[:16]}"))
 
 
 class SnapshotPace:
