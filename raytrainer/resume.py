@@ -35,17 +35,30 @@ def continued(config: Config, run_dir: RunDirectory) -> Config:
     if not infos:
         return config
     before = infos[-1].meaning
-    begun_with = before.get(_MICRO_BATCH_SIZE)
-    if config.micro_batch_size_is_default and begun_with not in (None, config.data.micro_batch_size):
-        config = config.with_overrides(f"{_MICRO_BATCH_SIZE}={begun_with}")
-    known_to_ranks = {
-        key: value for key, value in before.items() if key == DATA_LENGTH or key.startswith(_NUMERICS)
-    }
-    check_same_meaning(run_dir.root, before, {**config.meaning(), **known_to_ranks})
+    config = with_micro_batch_size_of(config, before)
+    check_same_meaning(run_dir.root, before, {**config.meaning(), **known_to_ranks(before)})
     return config
 
 
-def check_same_meaning(root: str, before: dict[str, Any], now: dict[str, Any]) -> None:
+def with_micro_batch_size_of(config: Config, before: dict[str, Any]) -> Config:
+    """`config` with the microbatch that a checkpoint's meaning names, where the config leaves it open."""
+    begun_with = before.get(_MICRO_BATCH_SIZE)
+    if config.micro_batch_size_is_default and begun_with not in (None, config.data.micro_batch_size):
+        return config.with_overrides(f"{_MICRO_BATCH_SIZE}={begun_with}")
+    return config
+
+
+def known_to_ranks(meaning: dict[str, Any]) -> dict[str, Any]:
+    """What of a checkpoint's meaning only a rank can compare with its own, once it runs."""
+    return {key: value for key, value in meaning.items() if key == DATA_LENGTH or key.startswith(_NUMERICS)}
+
+
+_ANOTHER_NAME = "give this run another name (name=...), or start over with --fresh, which keeps the old one"
+
+
+def check_same_meaning(
+    root: str, before: dict[str, Any], now: dict[str, Any], advice: str = _ANOTHER_NAME
+) -> None:
     """Raises ResumeError when a checkpoint made under `before` is not what `now` goes on with."""
     changed = difference(before, now)
     if changed and all(line.startswith(_NUMERICS) for line in changed):
@@ -54,11 +67,8 @@ def check_same_meaning(root: str, before: dict[str, Any], now: dict[str, Any]) -
             f"{root} was begun with training.determinism: bitwise, on a node that computes other bits:\n"
             f"{lines}\n"
             "  go on with it on such a node, with as many threads a kernel (training.intra_op_threads);\n"
-            "  or give this run another name (name=...), or start over with --fresh, which keeps the old one"
+            f"  or {advice}"
         )
     if changed:
         lines = "\n".join(f"  {line}" for line in changed)
-        raise ResumeError(
-            f"{root} was begun with another config:\n{lines}\n"
-            "  give this run another name (name=...), or start over with --fresh, which keeps the old one"
-        )
+        raise ResumeError(f"{root} was begun with another config:\n{lines}\n  {advice}")
