@@ -16,6 +16,7 @@ def run(
     overrides: Iterable[str] = (),
     local: bool = False,
     fresh: bool = False,
+    resume_from: str | PathLike[str] | None = None,
     verbose: bool = False,
     observer: Callable[[dict[str, Any]], None] | None = None,
     **objects: Any,
@@ -24,6 +25,7 @@ def run(
 
     config: a YAML file, nested dicts, or a Config. overrides: "optimizer.lr=3e-4" and such. objects: Python
     objects in place of targets, by section: `model=MyNet`, `task=MyTask()`, `train=dataset`, `eval=dataset`.
+    resume_from: as `--resume-from`.
     observer: called with rank 0's metric records and events. Raises RaytrainerError when the run fails.
     """
     from raytrainer.cluster.run import run as run_config
@@ -39,4 +41,11 @@ def run(
     else:
         config = load_config(config, overrides, objects=by_path)
     add_importable(config)
-    return run_config(config, local=local, fresh=fresh, verbose=verbose, observer=observer)
+    return run_config(
+        config,
+        local=local,
+        fresh=fresh,
+        resume_from=None if resume_from is None else str(resume_from),
+        verbose=verbose,
+        observer=observer,
+    )

@@ -27,6 +27,7 @@ class StepBuffers:
         self._first_step: int | None = None
         self._positions = list(range(len(self._all)))
         self._known: list[int] = []
+        self._has_learnt = False
         self._seen: set[int] = set()
         self._after_first: dict[int, torch.Tensor] = {}
 
@@ -48,7 +49,16 @@ class StepBuffers:
 
     def learn(self, positions: list[int]) -> None:
         """Looks after these from now on: what rank 0 has seen to change."""
+        self._has_learnt = True
         self._known = sorted({*self._known, *positions})
+
+    @property
+    def of_step(self) -> list[torch.Tensor]:
+        """Every buffer that a step can change; empty before the first step has shown which these are."""
+        if not self._has_learnt:
+            return []
+        of_norms = [buffer for norm in self._norms for buffer in norm.buffers()]
+        return [*of_norms, *(self._all[position] for position in self._known)]
 
     def share(self, world_size: int) -> None:
         """Takes over from rank 0 what its microbatch 0 changed."""

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 import torch
 
 from raytrainer.errors import CheckpointError, StorageError, warn
+from raytrainer.ledger_files import LedgerLine, write_lines
 from raytrainer.manifest import (
     FOLDER,
     FORMAT,
@@ -46,7 +47,8 @@ class Snapshot:
     """The state after a finished step, in host memory of its own.
 
     model: the model's state dict; training: optimizers, schedules, scaler, EMA, position ...;
-    meaning: what the config must still say for this to be continued; metrics: the last of each.
+    meaning: what the config must still say for this to be continued; metrics: the last of each; ledger: what
+    the steps since the checkpoint before consumed.
     """
 
     step: int
@@ -55,6 +57,7 @@ class Snapshot:
     training: dict[str, Any]
     meaning: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    ledger: list[LedgerLine] = field(default_factory=list)
 
 
 def copy_to_host(state: Any) -> Any:
@@ -94,9 +97,12 @@ class _HashingFile:
         return {"bytes": self.num_bytes, "sha256": self._digest.hexdigest()}
 
 
-def save(run_dir: RunDirectory, snapshot: Snapshot) -> CheckpointInfo:
-    """Writes and commits one checkpoint; it is durable when this returns. Raises StorageError."""
-    storage, name = run_dir.storage, folder_name(snapshot.step)
+def save(run_dir: RunDirectory, snapshot: Snapshot, storage: Storage | None = None) -> CheckpointInfo:
+    """Writes and commits one checkpoint; it is durable when this returns. Raises StorageError.
+
+    storage: in place of the run directory's own, for a snapshot.
+    """
+    storage, name = storage or run_dir.storage, folder_name(snapshot.step)
     folder = f"{FOLDER}/{name}"
     storage.delete(f"{folder}/{MANIFEST}")
     files = {}
@@ -110,6 +116,7 @@ def save(run_dir: RunDirectory, snapshot: Snapshot) -> CheckpointInfo:
                     raise hashing.error from None
                 raise
         files[file_name] = hashing.entry
+    write_lines(storage, snapshot.ledger)
     if not run_dir.owns():
         raise StorageError(f"{run_dir.root} was taken over by a later run: nothing more is written to it")
     manifest = {

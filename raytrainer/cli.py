@@ -53,6 +53,14 @@ def run(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over, beside the old run directory, instead of resuming.")
     ] = False,
+    resume_from: Annotated[
+        str | None,
+        typer.Option(
+            "--resume-from",
+            metavar="RUN_DIR|CHECKPOINT",
+            help="Begin a new run where this one's checkpoint stands: weights, optimizer and position.",
+        ),
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show Ray's own messages too.")] = False,
 ) -> int:
     """Train what CONFIG describes; the same command again resumes."""
@@ -62,7 +70,9 @@ def run(
     add_importable(loaded)
     from raytrainer.cluster.run import run as run_on_cluster
 
-    return run_on_cluster(loaded, local=local, fresh=fresh, verbose=verbose).exit_code
+    return run_on_cluster(
+        loaded, local=local, fresh=fresh, resume_from=resume_from, verbose=verbose
+    ).exit_code
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -276,6 +286,16 @@ def runs(
         typer.echo(f"no runs under {storage_path}")
     else:
         typer.echo(as_table(["NAME", "STATUS", "STEPS", "BEST", "TIME", "AGE"], listing.as_rows(found)))
+
+
+@app.command()
+def audit(run_dir: RunDirArgument) -> int:
+    """Check from RUN_DIR's ledger that each finished epoch saw each sample exactly once."""
+    from raytrainer.audit import audit_run
+
+    found = audit_run(run_dir)
+    typer.echo(str(found))
+    return 0 if found.exact else 1
 
 
 @app.command()

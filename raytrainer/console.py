@@ -116,6 +116,14 @@ def describe_event(record: Record) -> str | None:
         return f"resumed at step {record['step']} (epoch {record.get('epoch', 0)})"
     if event == "checkpointed":
         return f"checkpoint at step {record['step']}"
+    if event == "resized":
+        return _describe_resize(record)
+    if event == "snapshots":
+        often = f"every {record['every_s']:.1f} s" if record["every_s"] else "as often as the config says"
+        return (
+            f"snapshots to this machine's memory {often}, {1000 * record['cost_s']:.0f} ms each: "
+            "the steps since the last one are lost only if all workers die at once"
+        )
     if event == "worker_failed":
         return _describe_failure(record)
     if event in ("waiting", "shipping"):
@@ -170,6 +178,15 @@ def _describe_failure(record: Record) -> str:
     if record.get("max_failures", -1) >= 0:
         again += f" (failure {record['num_failures']} of {record['max_failures']} allowed in a row)"
     return f"worker {record['rank']} {verb}: {record['message']}; {again}"
+
+
+def _describe_resize(record: Record) -> str:
+    lost = record.get("lost_steps")
+    cost = "no step lost" if lost == 0 else f"{lost} step{'s' if lost != 1 else ''} lost"
+    return (
+        f"from {_workers(record['from'])} to {record['to']} at step {record['step']} ({record['why']}): "
+        f"{cost if lost is not None else 'lost steps not known'}, {record['seconds']:.1f} s"
+    )
 
 
 def _discard(stream: TextIO) -> None:

@@ -166,6 +166,11 @@ def _find(address: str) -> Storage:
     )
 
 
+def load_run_config(run_dir: str) -> Config:
+    """The stored config of a run directory."""
+    return _load_config(open_storage(run_dir), None, ())
+
+
 def _load_config(
     storage: Storage, config: Config | str | os.PathLike[str] | None, overrides: Iterable[str]
 ) -> Config:

@@ -35,25 +35,45 @@ def continued(config: Config, run_dir: RunDirectory) -> Config:
     if not infos:
         return config
     before = infos[-1].meaning
-    known_to_ranks = {
-        key: value for key, value in before.items() if key == DATA_LENGTH or key.startswith(_NUMERICS)
-    }
-    now = {**config.meaning(), **known_to_ranks}
+    now = {**config.meaning(), **known_to_ranks(before)}
     begun_with = before.get(_MICRO_BATCH_SIZE)
-    keeps = config.micro_batch_size_is_default and begun_with not in (None, config.data.micro_batch_size)
-    check_same_meaning(run_dir.root, before, {**now, _MICRO_BATCH_SIZE: begun_with} if keeps else now)
-    if keeps:
-        try:
-            config = config.with_overrides(f"{_MICRO_BATCH_SIZE}={begun_with}")
-        except ConfigError as error:
-            raise ResumeError(
-                f"{run_dir.root} was begun with {_MICRO_BATCH_SIZE}: {begun_with}, which is kept\n"
-                f"  {error.problems[0].rule}"
-            ) from error
+    if _keeps(config, begun_with):
+        now[_MICRO_BATCH_SIZE] = begun_with
+    check_same_meaning(run_dir.root, before, now)
+    config = with_micro_batch_size_of(config, before)
     return config
 
 
-def check_same_meaning(root: str, before: dict[str, Any], now: dict[str, Any]) -> None:
+def with_micro_batch_size_of(config: Config, before: dict[str, Any]) -> Config:
+    """`config` with the microbatch that a checkpoint's meaning names, where the config leaves it open."""
+    begun_with = before.get(_MICRO_BATCH_SIZE)
+    if not _keeps(config, begun_with):
+        return config
+    try:
+        return config.with_overrides(f"{_MICRO_BATCH_SIZE}={begun_with}")
+    except ConfigError as error:
+        raise ResumeError(
+            f"the run was begun with {_MICRO_BATCH_SIZE}: {begun_with}, which is kept\n"
+            f"  {error.problems[0].rule}"
+        ) from error
+
+
+def _keeps(config: Config, begun_with: int | None) -> bool:
+    """Whether the microbatch that a run began with stands in for one that the config leaves open."""
+    return config.micro_batch_size_is_default and begun_with not in (None, config.data.micro_batch_size)
+
+
+def known_to_ranks(meaning: dict[str, Any]) -> dict[str, Any]:
+    """What of a checkpoint's meaning only a rank can compare with its own, once it runs."""
+    return {key: value for key, value in meaning.items() if key == DATA_LENGTH or key.startswith(_NUMERICS)}
+
+
+_ANOTHER_NAME = "give this run another name (name=...), or start over with --fresh, which keeps the old one"
+
+
+def check_same_meaning(
+    root: str, before: dict[str, Any], now: dict[str, Any], advice: str = _ANOTHER_NAME
+) -> None:
     """Raises ResumeError when a checkpoint made under `before` is not what `now` goes on with."""
     changed = difference(before, now)
     if changed and all(line.startswith(_NUMERICS) for line in changed):
@@ -62,11 +82,8 @@ def check_same_meaning(root: str, before: dict[str, Any], now: dict[str, Any]) -
             f"{root} was begun with training.determinism: bitwise, on a node that computes other bits:\n"
             f"{lines}\n"
             "  go on with it on such a node, with as many threads a kernel (training.intra_op_threads);\n"
-            "  or give this run another name (name=...), or start over with --fresh, which keeps the old one"
+            f"  or {advice}"
         )
     if changed:
         lines = "\n".join(f"  {line}" for line in changed)
-        raise ResumeError(
-            f"{root} was begun with another config:\n{lines}\n"
-            "  give this run another name (name=...), or start over with --fresh, which keeps the old one"
-        )
+        raise ResumeError(f"{root} was begun with another config:\n{lines}\n  {advice}")

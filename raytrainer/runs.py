@@ -50,7 +50,7 @@ def list_runs(storage_path: str) -> list[RunSummary]:
 
 def _summarise(storage: Storage, name: str) -> RunSummary:
     result, live = read_result(storage.root), is_live(storage.root)
-    events = _records(read_lines(storage, EVENTS_FILE))
+    events = records_of(read_lines(storage, EVENTS_FILE))
     last = _last_metrics(storage)
     checkpoints = list_checkpoints(storage)
     steps = [record.get("step") or 0 for record in (*events[-1:], last)]  # null: before any checkpoint
@@ -105,10 +105,10 @@ def _last_metrics(storage: Storage) -> dict[str, Any]:
         size = file.seek(0, 2)
         file.seek(max(0, size - _TAIL_BYTES))
         lines = file.read().splitlines()
-    return next(iter(reversed(_records(lines))), {})
+    return next(iter(reversed(records_of(lines))), {})
 
 
-def _records(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+def records_of(lines: Sequence[bytes]) -> list[dict[str, Any]]:
     """JSON objects, a line each; a line that is cut off, at the start of a tail or by a kill, is left out."""
     records = []
     for line in lines:

@@ -13,6 +13,7 @@ from raytrainer.build import Schedule
 from raytrainer.checkpoint import Snapshot, copy_to_host
 from raytrainer.errors import ResumeError
 from raytrainer.fingerprint import state_sha256, weights_sha256
+from raytrainer.ledger_files import LedgerLine
 from raytrainer.task import Task
 
 
@@ -85,8 +86,8 @@ class TrainState:
             "progress": asdict(self.progress),
         }
 
-    def snapshot(self, meaning: dict[str, Any]) -> Snapshot:
-        """A copy in host memory."""
+    def snapshot(self, meaning: dict[str, Any], ledger: list[LedgerLine] | None = None) -> Snapshot:
+        """A copy in host memory. ledger: what the steps since the checkpoint before consumed."""
         progress = self.progress
         progress.metrics = {name: float(value) for name, value in progress.metrics.items()}
         return Snapshot(
@@ -96,6 +97,7 @@ class TrainState:
             training=copy_to_host(self.training_state()),
             meaning=meaning,
             metrics=dict(progress.metrics),
+            ledger=ledger or [],
         )
 
     def load(self, model_state: dict[str, Any], training: dict[str, Any]) -> None:

@@ -61,6 +61,11 @@ class MicrobatchStep:
         return self._module.votes.grad
 
     @property
+    def step_buffers(self) -> list[torch.Tensor]:
+        """The buffers that a step changes on rank 0; empty before the first step."""
+        return self._buffers.of_step
+
+    @property
     def last_metrics(self) -> dict[str, Any]:
         """What this rank's last `training_step` gave to log."""
         output = self._module.last_output

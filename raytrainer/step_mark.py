@@ -40,6 +40,12 @@ class StepMark:
             self._memory = None
 
 
+def mark_step(storage: Storage, step: int) -> None:
+    """Says that `step` is the last finished one, where no rank is training."""
+    if not storage.is_remote:
+        storage.write(_FILE, _FORMAT.pack(step))
+
+
 def last_marked_step(storage: Storage) -> int | None:
     """The last step that an earlier attempt finished; None where that is not known."""
     if storage.is_remote or not storage.exists(_FILE):

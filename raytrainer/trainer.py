@@ -17,19 +17,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from raytrainer import build, checkpoint, loggers
+from raytrainer import build, checkpoint, ledger_files, loggers
 from raytrainer.config import add_importable
 from raytrainer.data import EvalBatches, build_loader, mix_seed
 from raytrainer.distributed import Process, broadcast_object
 from raytrainer.errors import NonFiniteLossError, RaytrainerError, ResumeError, StorageError, UsageError, warn
 from raytrainer.evaluation import evaluate
+from raytrainer.finished_step import FinishedStep
 from raytrainer.heap import keep_freed_memory
+from raytrainer.ledger import Ledger, NoLedger
 from raytrainer.manifest import FOLDER, MODEL_FILE, TRAINING_FILE, folder_name, list_checkpoints
 from raytrainer.numerics import kernels_as_configured, numerics_of, refuse_unlike_ranks
 from raytrainer.policy import DuePolicy, improves
 from raytrainer.result import Result
 from raytrainer.resume import DATA_LENGTH, check_same_meaning, continued
 from raytrainer.rundir import RunDirectory
+from raytrainer.snapshots import SnapshotWriter
 from raytrainer.state import TrainState
 from raytrainer.step import GradientStep, MicrobatchStep, refuse_communicating_modules
 from raytrainer.step_mark import StepMark, last_marked_step
@@ -49,7 +52,7 @@ Observer = Callable[[dict[str, Any]], None]
 
 
 class StopWish(Protocol):
-    """Where the loop looks for a wish to stop: None, or a word such as "SIGINT"."""
+    """Where the loop looks for a wish to stop: None, or a word such as "SIGINT" or "resize"."""
 
     @property
     def requested(self) -> str | None: ...
@@ -65,7 +68,8 @@ class Trainer:
     config: may hold objects in place of targets. process: this rank; read from torchrun's environment
     variables by default, a job of one without them. observer: gets rank 0's metric records and events. stop:
     looked at once a step; the step is finished and saved first. run_dir: opened from the config by default.
-    started_at: Unix time at which the user's command started, for `time_to_first_step_s`.
+    started_at: Unix time at which the user's command started, for `time_to_first_step_s`. snapshot_dir: a
+    folder in memory that outlives this process, for snapshots; none are taken without it.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Trainer:
         stop: StopWish | None = None,
         run_dir: RunDirectory | None = None,
         started_at: float | None = None,
+        snapshot_dir: str | None = None,
     ):
         if config.script is not None:
             raise UsageError("a config with a script has nothing to train: use raytrainer.run, or launch")
@@ -89,6 +94,8 @@ class Trainer:
         self._first_step_at: float | None = None
         self._mark: StepMark | None = None
         self._named: set[int] = set()  # samples left out that were told already
+        self._snapshot_dir = snapshot_dir
+        self._snapshots: SnapshotWriter | None = None
 
     def train(self) -> Result:
         """Trains to the end, or to a wish to stop; resumes from the run directory's newest checkpoint."""
@@ -112,7 +119,8 @@ class Trainer:
                         writer.close()
                 raise
             result = self._result(status)
-            self._event(status, step=result.steps)
+            if status != "resized":  # the run goes on: who resizes it tells of it
+                self._event(status, step=result.steps)
             self._logger.close()
             if standalone and self.process.is_first:
                 self._run_dir.write_result(result)
@@ -176,6 +184,8 @@ class Trainer:
         refuse_unlike_ranks(numerics, process)
         self._meaning = {**config.meaning(), DATA_LENGTH: len(self.data.train), **numerics}
         self._resume()
+        self._finished = FinishedStep(self.state, process, device)
+        self._ledger = self._new_ledger() if config.logging.ledger else NoLedger()
         if config.training.compile:
             model.compile(**config.training.compile_options)
         model.train()
@@ -232,12 +242,18 @@ class Trainer:
             return
         loggers.forget_after(run_dir, self.state.progress.step)
         checkpoint.delete_orphans(run_dir)
+        ledger_files.delete_after(run_dir.storage, self.state.progress.step)
         sinks: list[loggers.Sink] = [loggers.ObserverSink(self._observer)]
         if "jsonl" in config.logging.sinks:
             sinks.append(loggers.JsonlSink(run_dir))
         if "tensorboard" in config.logging.sinks:
             sinks.append(loggers.TensorBoardSink(run_dir, self.state.progress.step))
         self._logger = loggers.Logger(sinks)
+        every = config.checkpoint.snapshot
+        if self._snapshot_dir is not None and every != "off":
+            steps = every["steps"] if isinstance(every, dict) else None
+            self._snapshots = SnapshotWriter(self._snapshot_dir, run_dir, steps, self._tell_pace)
+            self._open.callback(self._snapshots.close)
         self._writer = checkpoint.CheckpointWriter(
             run_dir,
             num_to_keep=config.checkpoint.num_to_keep,
@@ -262,6 +278,13 @@ class Trainer:
             latest = (info, *checkpoint.load_files(storage, f"{FOLDER}/{info.name}", info, names))
         self.state.load(latest[1], latest[2])
 
+    def _new_ledger(self) -> Ledger:
+        events = self._run_dir.events() if self.process.is_first else []
+        attempt = sum(event["event"] in ("started", "resumed") for event in events)
+        attempt = broadcast_object(attempt, self.process.world_size)
+        config, device = self.config, self.device
+        return Ledger(self.process, device, attempt, config.num_microbatches, config.data.micro_batch_size)
+
     # The loop -----------------------------------------------------------------------------------------------
 
     def _run(self) -> str:
@@ -271,7 +294,7 @@ class Trainer:
         while True:
             if stopping:
                 self._save()
-                return "stopped"
+                return "resized" if self._stop.requested == "resize" else "stopped"
             self._boundary()
             if progress.step >= self.total_steps or progress.stopped_early:
                 self._settle_votes()
@@ -298,28 +321,44 @@ class Trainer:
     def _train_step(self) -> bool:
         """One optimizer step; returns whether all ranks agreed to stop after it."""
         progress, timer = self.state.progress, self._timer
-        microbatches = self._next_microbatches()
+        microbatches = self._ledger.watch(self._next_microbatches())
         plan = self.sampler.plan(progress.step_in_epoch, progress.epoch)
         wish = self._stop.requested is not None
         self.state.task.step = progress.step
         if len(self.state.optimizers) == 1:
             self.gradients.zero_grad()
             self.gradients.compute(plan, microbatches, progress.step, wish)
+            self._ledger.exchange()
+            self._finished.exchange(self.gradients.step_buffers)
             self._votes.push(progress.step + 1, self.gradients.votes_grad)
             stop, healthy = self._read_votes()
-            if healthy:
-                self._update("")
+            with self._finished.finishing():
+                if healthy:
+                    self._update("")
+                self._count_step(plan.num_samples, healthy)
         else:
-            stop, healthy = self._alternate(plan, list(_take(microbatches, len(plan.local))), wish)
-        progress.step += 1
-        progress.step_in_epoch += 1
-        progress.samples_seen += plan.num_samples
-        progress.skipped_updates += not healthy
+            taken = list(_take(microbatches, len(plan.local)))
+            self._ledger.exchange()
+            stop, healthy = self._alternate(plan, taken, wish)
+            self._finished.exchange(self.gradients.step_buffers)
+            with self._finished.finishing():
+                self._count_step(plan.num_samples, healthy)
         self._after_step()
+        if self._snapshots is not None:
+            with timer.outside():
+                self._snapshots.take_if_due(progress.step, lambda: self._copy_finished_step(0))
         timer.step(plan.num_samples, self.gradients.votes_grad)
         if progress.step % self.config.logging.every_n_steps == 0:
             self._log_step()
         return stop
+
+    def _count_step(self, num_samples: int, healthy: bool) -> None:
+        progress = self.state.progress
+        progress.step += 1
+        progress.step_in_epoch += 1
+        progress.samples_seen += num_samples
+        progress.skipped_updates += not healthy
+        self._ledger.finish(progress.step, progress.epoch)
 
     def _alternate(self, plan: Any, microbatches: list[Any], wish: bool) -> tuple[bool, bool]:
         """A step of several optimizers: each in its turn, over the same microbatches."""
@@ -331,6 +370,7 @@ class Trainer:
             self._votes.push(self.state.progress.step + 1, self.gradients.votes_grad)
             wanted, healthy = self._read_votes()
             stop, all_healthy = stop or wanted, all_healthy and healthy
+            self._finished.tear()
             if healthy:
                 self._update(name)
         return stop, all_healthy
@@ -428,15 +468,19 @@ class Trainer:
         progress = self.state.progress
         epoch_ends = progress.step_in_epoch == self.steps_per_epoch
         last = progress.step >= self.total_steps
-        if epoch_ends:
-            self._advance_schedules("epoch")
-            progress.epoch += 1
-            progress.step_in_epoch = 0
-            self._microbatches = None
-        due = self._due.at(progress.step, progress.epoch if epoch_ends else None, last)
-        gained = False
+        due = self._due.at(progress.step, progress.epoch + 1 if epoch_ends else None, last)
+        values = None
         if due.evaluate and self.data.eval is not None and progress.last_evaluation_step != progress.step:
-            gained = self._evaluate()
+            values = self._evaluate()
+        # Only now, when no other rank is waited for any more: what a rank that outlives its peers holds is
+        # either all of this or none of it.
+        with self._finished.finishing():
+            if epoch_ends:
+                self._advance_schedules("epoch")
+                progress.epoch += 1
+                progress.step_in_epoch = 0
+                self._microbatches = None
+            gained = values is not None and self._note_evaluation(values)
         minutes = (time.monotonic() - self._last_save_at) / 60
         if due.checkpoint or gained or self._due.minutes_are_over(minutes):
             self._save()
@@ -449,15 +493,18 @@ class Trainer:
                     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
                     schedule.scheduler.step(*(() if value is None else (value,)))
 
-    def _evaluate(self) -> bool:
-        """Evaluates and notes the result; returns whether the monitored value is the best so far."""
+    def _evaluate(self) -> dict[str, float] | None:
+        """What the evaluation gives; changes nothing that a checkpoint holds. None before the first step."""
         self._settle_votes()
-        progress, config = self.state.progress, self.config
-        if progress.step == 0:
-            return False
+        if self.state.progress.step == 0:
+            return None
         with self._timer.outside():
             self.gradients.share_buffers()
-            values = self._evaluate_model()
+            return self._evaluate_model()
+
+    def _note_evaluation(self, values: dict[str, float]) -> bool:
+        """Decides what follows from an evaluation; returns whether the monitored value is the best so far."""
+        progress, config = self.state.progress, self.config
         metrics = {f"eval/{name}": value for name, value in values.items()}
         progress.metrics.update(metrics)
         progress.last_evaluation_step = progress.step
@@ -516,11 +563,61 @@ class Trainer:
 
     def _save(self) -> None:
         self._settle_votes()
-        if not self.process.is_first or self._place() == self._last_saved:
+        if self._place() == self._last_saved:
             return
-        with self._timer.outside():
-            self._writer.submit(self.state.snapshot(self._meaning))
+        if self.process.is_first:
+            with self._timer.outside():
+                lines = self._ledger.lines_after(self._last_saved[0])
+                self._writer.submit(self.state.snapshot(self._meaning, lines))
+        self._ledger.saved(self.state.progress.step)
         self._last_saved, self._last_save_at = self._place(), time.monotonic()
+
+    @property
+    def finished_step(self) -> int | None:
+        """The step whose whole state this rank holds, None if it holds none; may be asked in any thread."""
+        finished = getattr(self, "_finished", None)
+        return None if finished is None else finished.step
+
+    def save_finished_step(self, committed_step: int) -> int | None:
+        """Saves the state as of the last finished step, when other ranks are lost; returns that step.
+
+        May be called in any thread, while this rank hangs or after it failed. committed_step: of the newest
+        checkpoint there is. None where the state is not whole. Raises StorageError.
+        """
+        snapshot = self._copy_finished_step(committed_step)
+        if snapshot is None or snapshot.step <= committed_step:
+            return None
+        if self.process.is_first:
+            # Its own writer, which may be busy with the checkpoint before.
+            self._writer.submit(snapshot)
+            self._writer.close()
+            return snapshot.step
+        ledger_files.delete_after(self._run_dir.storage, committed_step)
+        info = checkpoint.save(self._run_dir, snapshot)
+        world_size, rank = self.process.world_size, self.process.rank
+        self._observer(
+            self._run_dir.event(
+                "checkpointed", world_size=world_size, step=info.step, checkpoint=info.name, rank=rank
+            )
+        )
+        return info.step
+
+    def _copy_finished_step(self, committed_step: int) -> checkpoint.Snapshot | None:
+        """The state as of the last finished step, with the ledger's lines since `committed_step`."""
+        snapshot = self._finished.snapshot(
+            lambda: self.state.snapshot(self._meaning, self._ledger.lines_after(committed_step))
+        )
+        if snapshot is None:
+            return None
+        for votes in self._votes.pending(snapshot.step):
+            snapshot.training["progress"]["skipped_samples"] += votes.num_skipped
+            if not math.isfinite(votes.loss):
+                return None
+        return snapshot
+
+    def _tell_pace(self, every_s: float, cost_s: float) -> None:
+        step = self.state.progress.step
+        self._event("snapshots", step=step, every_s=round(every_s, 2), cost_s=round(cost_s, 4))
 
     def _place(self) -> tuple[int, int, int]:
         """Changes whenever there is something new to save: a step, the end of an epoch, an evaluation."""

@@ -90,10 +90,17 @@ class VoteReader:
         event.record()
         self._pending.append((step, host, event))
 
+    def pending(self, until_step: int) -> list[Votes]:
+        """The votes not read yet of the steps up to `until_step`, which stay; may be called in any thread."""
+        return [_votes(*entry) for entry in self._pending.copy() if entry[0] <= until_step]
+
     def read(self, *, all_of_them: bool = False) -> Iterator[Votes]:
         while len(self._pending) > (0 if all_of_them else self._lag):
-            step, host, event = self._pending.popleft()
-            if event is not None:
-                event.synchronize()
-            loss, _, stop, num_skipped = host.tolist()
-            yield Votes(step, loss, stop > 0, round(num_skipped))
+            yield _votes(*self._pending.popleft())
+
+
+def _votes(step: int, host: torch.Tensor, event: torch.cuda.Event | None) -> Votes:
+    if event is not None:
+        event.synchronize()
+    loss, _, stop, num_skipped = host.tolist()
+    return Votes(step, loss, stop > 0, round(num_skipped))

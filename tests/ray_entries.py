@@ -94,3 +94,19 @@ def ignore_stop(payload, process, observer, stop):
         time.sleep(0.02)
     Path(payload["asked"]).touch()
     time.sleep(600)
+
+
+def follow_the_cluster(payload, process, observer, stop):
+    """Runs until it is asked to resize; the group's start number `last_attempt` finishes."""
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    ended = Path(payload["folder"]) / f"ended_{attempt}"
+    observer({"event": "resumed", "step": attempt, "lost_steps": 0})
+    if attempt == payload["last_attempt"]:
+        return {"status": "finished", "world_size": process.world_size}
+    if process.rank == 0:
+        while stop.requested is None:
+            time.sleep(0.05)
+        ended.touch()
+    while not ended.exists():
+        time.sleep(0.05)
+    return {"status": "resized" if stop.requested == "resize" or process.rank else "stopped"}

@@ -17,14 +17,15 @@ FLOORS = {
     0: ["raytrainer", "errors", "config"],
     1: [
         # no torch in these
-        "console", "heap", "manifest", "policy", "result", "resume", "rundir", "step_mark",
-        "storage", "table",
+        "adopt", "console", "elastic", "heap", "ledger_files", "manifest", "policy", "result", "resume",
+        "rundir", "snapshots", "step_mark", "storage", "table",
         # torch, and none of the loop
-        "buffers", "checkpoint", "data", "deferred", "distributed", "fingerprint", "loggers", "models",
-        "numerics", "optim", "timing", "transfer", "tree", "tree_reduction",
+        "buffers", "checkpoint", "data", "deferred", "distributed", "fingerprint", "ledger", "loggers",
+        "models", "numerics", "optim", "timing", "transfer", "tree", "tree_reduction",
     ],
-    2: ["build", "evaluation", "preflight", "state", "step", "task", "tasks", "trainer", "tree_step",
-    "voting"], 3: ["export", "finished", "predict", "reports", "runs"], 4: ["cluster"], 5: ["__main__", "api",
+    2: ["build", "evaluation", "finished_step", "preflight", "state", "step", "task", "tasks", "trainer",
+    "tree_step", "voting"], 3: ["audit", "export", "finished", "predict", "reports", "runs"],
+    4: ["cluster"], 5: ["__main__", "api",
     "cli", "launch_options", "new_project"],
 }  # fmt: skip
 

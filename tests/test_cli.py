@@ -90,10 +90,10 @@ def test_run_passes_its_options_and_returns_the_results_exit_code(config, stub):
 
     stub("raytrainer.cluster.run", run=run)
     assert main(["run", config, "seed=5", "--local"]) == 143
-    assert main(["run", config, "--fresh", "--verbose"]) == 143
+    assert main(["run", config, "--fresh", "--verbose", "--resume-from", "runs/old"]) == 143
     assert calls == [
-        ("x", 5, {"local": True, "fresh": False, "verbose": False}),
-        ("x", 0, {"local": False, "fresh": True, "verbose": True}),
+        ("x", 5, {"local": True, "fresh": False, "resume_from": None, "verbose": False}),
+        ("x", 0, {"local": False, "fresh": True, "resume_from": "runs/old", "verbose": True}),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,17 @@ class StopAtStep:
 
 def train(config: Config, stop_at: int | None = None) -> Result:
     return Trainer(config, stop=None if stop_at is None else StopAtStep(stop_at)).train()
+
+
+class GatedTask(Task):
+    """Rank 0 waits in the step after `step` finished ones until the test opens the FIFO gate_<step>."""
+
+    def __init__(self, folder: str):
+        self.folder = folder
+
+    def training_step(self, batch: Any) -> Any:
+        gate = Path(self.folder, f"gate_{self.step}")
+        if os.environ.get("RANK", "0") == "0" and gate.exists():
+            gate.read_bytes()
+            gate.unlink()
+        return super().training_step(batch)

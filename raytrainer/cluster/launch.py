@@ -93,6 +93,12 @@ class _Launch:
             else Path(run_dir.storage.path("logs"))
         )
 
+    @property
+    def _min_workers(self) -> int | None:
+        """The fewest ranks that a start may have, None where their number is fixed."""
+        fewest, scaling = self._config.script.min_workers, self._config.scaling
+        return scaling.min_workers if fewest is None and scaling.is_elastic else fewest
+
     def run(self) -> Result:
         _move_aside(self._log_dir)
         console = ConsoleOutput()
@@ -120,7 +126,7 @@ class _Launch:
     def _start_until_over(self, plan: dict[str, Any]) -> Outcome:
         """Starts the group, and again after a failure, as often as the config allows."""
         max_failures = self._config.failure.max_failures
-        if self._config.script.min_workers is None:
+        if self._min_workers is None:
             outcome = self._start(plan, max_failures)
             self._restarts += outcome.restarts
             return outcome
@@ -164,7 +170,7 @@ class _Launch:
             storage_path=self._config.storage_path,
             name=self._config.name,
             verbose=self._verbose,
-            min_workers=self._config.script.min_workers,
+            min_workers=self._min_workers,
             **given,
         )
 

@@ -21,7 +21,9 @@ from raytrainer.cluster.outcome import (
     to_error,
 )
 from raytrainer.cluster.rank_process import RankProcess, group_environment, payload_as_file
-from raytrainer.cluster.signals import EXIT_CODES, StopSignal
+from raytrainer.cluster.signals import EXIT_CODES, RESIZE, StopSignal
+from raytrainer.cluster.sizes import Bounds, Resizing, SizeSource, Slots, wait_for_room
+from raytrainer.cluster.survivor import SAVE_S, choose_survivor
 from raytrainer.errors import ClusterRequestError
 
 # After the first failure the others get this long to notice and to write out their logs.
@@ -41,34 +43,48 @@ def run_local(
     max_failures: int,
     log_dir: Path | str | None,
     committed_step: Callable[[], int | None],
+    recover: Callable[[], None] = lambda: None,
+    sizes: SizeSource | None = None,
+    bounds: Bounds | None = None,
 ) -> Outcome:
     """Run `num_workers` ranks until they finish, stop or fail for good; no process of theirs is left.
+
+    With `sizes` and `bounds` their number follows what there is room for, and num_workers is not used.
 
     payload: see `worker.run_rank`; plain picklable values. on_record: called here with each record of
     rank 0, with its output lines ({"output": ..., "stream": ...}) and with a "worker_failed" event for each
     new start.
     max_failures: new starts after a lost process, without a newly committed step in between; -1 for no limit.
     log_dir: where rank N's output goes, to rank_N.log. committed_step: the step a new start would resume at.
+    recover: called after each failure, when no rank is left, to bring in what can be had besides.
     """
-    payload = {**payload, "log_dir": None}
+    payload = {**payload, "log_dir": None, "attempt": -1}
+    if sizes is None or bounds is None:
+        sizes, bounds = Slots(num_workers), Bounds(num_workers, num_workers, num_workers)
     restarts: list[RankFailure] = []
     num_failures = 0
     last_step = committed_step()
-    while not stop.requested:
-        payload["attempt"] = len(restarts)
-        with _Group(payload, num_workers, on_record, stop, Path(log_dir) if log_dir else None) as group:
+    resizing = Resizing(bounds)
+    folder = Path(log_dir) if log_dir else None
+    while (size := wait_for_room(sizes, bounds, stop, on_record)) is not None:
+        payload["attempt"] += 1
+        with _Group(payload, size, on_record, stop, folder, committed_step, resizing, sizes) as group:
             group.watch()
+        if group.was_resized and not stop.requested:
+            continue
         if group.all_finished:
             return _outcome_of(group.results, stop, tuple(restarts))
         if not group.failures:
             break
         cause = choose_cause(group.failures)
+        recover()
         step = committed_step()
         num_failures = 1 if step != last_step else num_failures + 1
         last_step = step
         if stop.requested or not is_retryable(cause) or 0 <= max_failures < num_failures:
             return Outcome("failed", to_error(cause).exit_code, failure=cause, restarts=tuple(restarts))
         restarts.append(cause)
+        resizing.ended(f"worker {cause.rank} was lost")
         on_record(_restart_record(cause, step, num_failures, max_failures))
     return Outcome("stopped", stop.exit_code, restarts=tuple(restarts))
 
@@ -106,6 +122,9 @@ class _Group:
         on_record: Callable[[dict], None],
         stop: StopSignal,
         log_dir: Path | None,
+        committed_step: Callable[[], int | None],
+        resizing: Resizing,
+        sizes: SizeSource,
     ):
         self.results: dict[int, dict] = {}
         self.failures: list[RankFailure] = []
@@ -114,16 +133,29 @@ class _Group:
         self._on_record = on_record
         self._stop = stop
         self._log_dir = log_dir
+        self._committed_step = committed_step
         self._ranks: list[RankProcess] = []
         self._resources = ExitStack()
+        self._resizing = resizing
+        self._sizes = sizes
+        self._resize_sent = False
         self._training = False
         self._killed = False
         self._stop_sent = False
         self._deadline: float | None = None
+        # What the survivors of a failure hold: by rank, their last finished step.
+        self._offers: dict[int, int | None] = {}
+        self._saving: RankProcess | None = None
+        self._rescued = False
 
     @property
     def all_finished(self) -> bool:
         return len(self.results) == self._num_workers
+
+    @property
+    def was_resized(self) -> bool:
+        """Whether the ranks have stopped and saved in order to go on as another number of them."""
+        return self.all_finished and (self.results[0] or {}).get("status") == "resized"
 
     def __enter__(self) -> _Group:
         self._wake_read, self._wake_write = socket.socketpair()
@@ -133,6 +165,8 @@ class _Group:
         self._selector = self._resources.enter_context(selectors.DefaultSelector())
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._resources.enter_context(self._stop.listening(self._wake))
+        self._resources.enter_context(self._sizes.listening(self._wake))
+        self._resizing.started(self._num_workers)
         try:
             self._launch()
         except BaseException:
@@ -152,6 +186,7 @@ class _Group:
         self._apply_stop()
         while self._wait():
             self._apply_stop()
+            self._apply_size()
 
     def _wait(self) -> bool:
         """Wait for the next thing to happen and take it in; False when nothing is left to wait for."""
@@ -166,6 +201,7 @@ class _Group:
                 if key.data.channel.closed:
                     self._selector.unregister(key.fileobj)
         self._reap()
+        self._rescue()
         if self._deadline is not None and time.monotonic() >= self._deadline:
             if self._killed:
                 return False
@@ -209,12 +245,20 @@ class _Group:
             if "record" in message:
                 record = message["record"]
                 self._training |= "step" in record or record.get("event") in ("started", "resumed")
+                resized = self._resizing.observe(record)
+                if resized is not None:
+                    self._on_record(resized)
                 self._on_record(record)
             elif "result" in message:
                 rank.reported = True
                 self.results[rank.rank] = message["result"]
                 if self.all_finished:
                     self._deadline = time.monotonic() + EXIT_S
+            elif "offer" in message:
+                self._offers[rank.rank] = message["offer"]
+            elif "saved" in message:
+                # The group is of no more use.
+                self._kill()
             elif "failure" in message:
                 rank.reported = True
                 self._fail(RankFailure.from_dict(message["failure"]))
@@ -226,6 +270,7 @@ class _Group:
             for rank in self._ranks:
                 if not rank.reported:
                     rank.channel.send({"abort": GRACE_S / 2})
+                rank.channel.send({"offer": True})
 
     def _reap(self) -> None:
         """Note the ranks that have ended, after all that they said, and end what they left."""
@@ -237,6 +282,33 @@ class _Group:
             returncode, rss_gib = rank.collect()
             if not rank.reported and not self._killed:
                 self._fail(describe_exit(rank.rank, returncode, rss_gib))
+
+    # What survives
+
+    def _rescue(self) -> None:
+        """Has one of the survivors save the last finished step, once it is known that others are lost."""
+        if not self.failures or self._killed or self._rescued:
+            return
+        if self._saving is not None and not self._saving.exited:
+            return
+        living = [rank for rank in self._ranks if not rank.exited]
+        if is_retryable(choose_cause(self.failures)):
+            certain = any(failure.kind == "lost" for failure in self.failures)
+            certain = certain or all(rank.reported for rank in living)
+            heard = all(rank.rank in self._offers for rank in living)
+            if not (certain and heard) and time.monotonic() < self._deadline:
+                return
+            offers = {rank.rank: self._offers.get(rank.rank) for rank in living}
+            committed = self._committed_step()
+            chosen = choose_survivor(offers, committed)
+            if chosen is not None:
+                self._saving = self._ranks[chosen]
+                self._saving.channel.send({"save": committed or 0})
+                self._deadline = time.monotonic() + SAVE_S
+                return
+        self._rescued = True
+        for rank in living:
+            rank.channel.send({"release": True})
 
     # Ending them
 
@@ -250,6 +322,16 @@ class _Group:
             self._stop_sent = True
             for rank in self._ranks:
                 rank.channel.send({"stop": self._stop.requested})
+
+    def _apply_size(self) -> None:
+        if self._resize_sent or not self._training or self._stop.requested or self._deadline is not None:
+            return
+        resize = self._resizing.decide(self._num_workers, self._sizes.available())
+        if resize is not None:
+            self._resize_sent = True
+            self._resizing.ended(resize.why)
+            # Rank 0 alone: the ranks agree on the step, and it is rank 0 that says what the stop was for.
+            self._ranks[0].channel.send({"stop": RESIZE})
 
     def _kill(self) -> None:
         if not self._killed:

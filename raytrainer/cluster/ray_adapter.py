@@ -29,6 +29,7 @@ from ray._private import worker as ray_worker
 from ray._private.authentication import authentication_token_setup as ray_auth
 from ray._private.node import Node
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+from ray._private.state import state as ray_state
 from ray.experimental import internal_kv
 
 from raytrainer.cluster.ray_request import NodeCapacity
@@ -80,6 +81,31 @@ class Session:
             for node in ray.nodes()
             if node["Alive"]
         ]
+
+    @property
+    def staying_nodes(self) -> list[NodeCapacity]:
+        """The live nodes that nobody is about to take away."""
+        leaving = ray_state.get_draining_nodes()
+        return [
+            NodeCapacity(dict(node["Resources"]), dict(node["Labels"]))
+            for node in ray.nodes()
+            if node["Alive"] and node["NodeID"] not in leaving
+        ]
+
+    @property
+    def free_nodes(self) -> list[NodeCapacity]:
+        """What nobody uses at the moment of the nodes that stay."""
+        leaving, free = ray_state.get_draining_nodes(), ray_state.available_resources_per_node()
+        return [
+            NodeCapacity(dict(free.get(node["NodeID"], {})), dict(node["Labels"]))
+            for node in ray.nodes()
+            if node["Alive"] and node["NodeID"] not in leaving
+        ]
+
+    @property
+    def leaving_node_ids(self) -> set[str]:
+        """Nodes that are being drained: a preemption with notice, or maintenance."""
+        return set(ray_state.get_draining_nodes())
 
     @property
     def may_grow(self) -> bool:

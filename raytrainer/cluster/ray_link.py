@@ -20,7 +20,8 @@ import psutil
 
 from raytrainer.cluster import ray_adapter
 from raytrainer.cluster.outcome import describe_exception
-from raytrainer.cluster.signals import StopSignal
+from raytrainer.cluster.signals import RESIZE, StopSignal
+from raytrainer.cluster.survivor import Survivor
 
 POLL_S = 0.1
 # A rank's resident size, in case it is killed for it.
@@ -44,11 +45,23 @@ class Keys:
 
     @property
     def stop(self) -> str:
-        return f"{self.prefix}/stop"
+        return f"{self.prefix}/stop/{self.attempt}"
+
+
+# The state of this process's rank, which outlives the call that trained.
+_survivor = Survivor()
+
+
+def save_survivor(committed_step: int) -> int | None:
+    """Saves what this process's rank held when it failed; see `Survivor.save`."""
+    return _survivor.save(committed_step)
 
 
 def run_linked(payload: dict, place: tuple, link: dict) -> dict:
-    """Runs a rank in this process: {"result": dict} or {"failure": RankFailure as a dict}; raises nothing."""
+    """Runs a rank in this process: {"result": dict} or {"failure": RankFailure as a dict}; raises nothing.
+
+    With the failure comes "finished_step", the step whose whole state `save_survivor` can save, or None.
+    """
     from raytrainer.cluster.worker import Place, run_rank
 
     process = Place(*place)
@@ -56,10 +69,11 @@ def run_linked(payload: dict, place: tuple, link: dict) -> dict:
     stop = StopSignal()
     rank_link = RankLink(Keys(**link), process.rank, stop)
     try:
-        return {"result": run_rank(payload, process, rank_link.observe, stop)}
+        return {"result": run_rank({**payload, "survivor": _survivor}, process, rank_link.observe, stop)}
     except BaseException as exc:  # whatever ends a rank is reported, sys.exit too
         traceback.print_exc()
-        return {"failure": describe_exception(exc, process.rank).to_dict()}
+        failure = describe_exception(exc, process.rank).to_dict()
+        return {"failure": failure, "finished_step": _survivor.finished_step()}
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -113,7 +127,7 @@ class RankLink:
                 self._send_memory()
             num_polls += 1
             # One rank is enough: the ranks agree on the step at which they stop.
-            if self._rank == 0 and self._stop.requested is None:
+            if self._rank == 0 and self._stop.requested in (None, RESIZE):
                 reason = ray_adapter.kv_get(self._keys.stop)
                 if reason is not None:
                     self._stop.request(reason.decode())
@@ -171,6 +185,7 @@ class DriverLink:
                     self._on_record(record)
 
     def request_stop(self, reason: str) -> None:
+        """Asks the current group to stop after its step."""
         ray_adapter.kv_put(self._keys.stop, reason.encode())
 
     def memory_gib(self, rank: int) -> float | None:

@@ -20,6 +20,7 @@ class RankPlace:
     pid: int
     port: int
     gpu_ids: tuple[str, ...] = ()
+    node_id: str = ""
 
     @property
     def numbers(self) -> tuple[int, int, int, int, int]:

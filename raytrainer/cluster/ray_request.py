@@ -53,10 +53,14 @@ def plan_request(scaling: Any, nodes: Sequence[NodeCapacity]) -> WorkerRequest:
     )
 
 
+def at_least(request: WorkerRequest, num_workers: int) -> WorkerRequest:
+    """The same request for another number of workers."""
+    return replace(request, num_workers=num_workers)
+
+
 def fit_request(request: WorkerRequest, min_workers: int, nodes: Sequence[NodeCapacity]) -> WorkerRequest:
     """The request with as many workers as these nodes hold, from `min_workers` to what it asks for."""
-    count = max(min_workers, min(request.num_workers, count_fitting(request, nodes)))
-    return replace(request, num_workers=count)
+    return at_least(request, max(min_workers, min(request.num_workers, count_fitting(request, nodes))))
 
 
 def check_request(request: WorkerRequest, nodes: Sequence[NodeCapacity]) -> None:

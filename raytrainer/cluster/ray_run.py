@@ -18,13 +18,23 @@ from typing import TYPE_CHECKING, Any
 from raytrainer.cluster.outcome import Outcome, RankFailure, to_error
 from raytrainer.cluster.ray_failure import Retries, describe_loss, judge
 from raytrainer.cluster.ray_place import RankPlace, importable_paths, thread_environment
-from raytrainer.cluster.ray_request import WorkerRequest, check_request, fit_request, plan_request
+from raytrainer.cluster.ray_request import (
+    WorkerRequest,
+    at_least,
+    check_request,
+    count_fitting,
+    fit_request,
+    plan_request,
+)
 from raytrainer.cluster.ray_session import explain_missing, open_session
-from raytrainer.cluster.signals import EXIT_CODES, StopSignal
+from raytrainer.cluster.signals import EXIT_CODES, RESIZE, StopSignal
+from raytrainer.cluster.sizes import Bounds, Resizing
+from raytrainer.elastic import starting_size
 
 if TYPE_CHECKING:
     from raytrainer.cluster.ray_adapter import Session
     from raytrainer.cluster.ray_link import DriverLink
+    from raytrainer.cluster.ray_train import RankGroupConfig
 
 # Imported by each worker while the others start.
 PRELOAD = ["torch", "raytrainer.cluster.ray_link", "raytrainer.cluster.worker", "raytrainer.trainer"]
@@ -47,6 +57,8 @@ def run_on_ray(
     verbose: bool,
     committed_step: Callable[[], int | None],
     min_workers: int | None = None,
+    recover: Callable[[], None] = lambda: None,
+    num_microbatches: int | None = None,
 ) -> Outcome:
     """Runs `scaling.num_workers` ranks until they finish, stop or fail; no process of theirs is left.
 
@@ -56,8 +68,10 @@ def run_on_ray(
     max_failures: new starts after a lost process without a newly committed step in between; -1 for no limit.
     storage_path: left out of what is shipped to other machines. committed_step: the step a new start would
     resume at. min_workers: fewer workers than `scaling` says will do, down to this many, when the cluster
-    cannot hold more. Raises ClusterRequestError when the cluster can never give what `scaling` asks for,
-    UsageError when there is no cluster to connect to.
+    cannot hold more; their number is found once and then stays. recover: called after each failure, to bring
+    in what can be had besides. num_microbatches: of a step, for the decision whether more workers are worth a
+    restart. Raises ClusterRequestError when the cluster can never give what `scaling` asks for, UsageError
+    when there is no cluster to connect to.
     """
     run = _Run(
         payload=payload,
@@ -71,6 +85,8 @@ def run_on_ray(
         verbose=verbose,
         committed_step=committed_step,
         min_workers=min_workers,
+        recover=recover,
+        num_microbatches=num_microbatches or scaling.max_workers,
     )
     return run.outcome()
 
@@ -92,10 +108,14 @@ class _Run:
         verbose: bool,
         committed_step: Callable[[], int | None],
         min_workers: int | None,
+        recover: Callable[[], None],
+        num_microbatches: int,
     ):
         self._payload = payload
         self._min_workers = min_workers
         self._scaling = scaling
+        # Without it, the number found at the start stays.
+        self._may_resize = scaling.is_elastic and min_workers is None
         self._settings = settings
         self._on_record = on_record
         self._record_lock = threading.RLock()
@@ -105,6 +125,16 @@ class _Run:
         self._prefix = f"{name}-{uuid.uuid4().hex}"
         self._verbose = verbose
         self._committed_step = committed_step
+        self._recover = recover
+        self._resizing = Resizing(Bounds(scaling.min_workers, scaling.max_workers, num_microbatches))
+        self._session: Session | None = None
+        self._request: WorkerRequest | None = None
+        self._places: list[RankPlace] = []
+        # A group has waited for its place: others use the cluster too.
+        self._is_crowded = False
+        # Of the attempt that was asked to resize, so that it is asked once.
+        self._resized_attempt: int | None = None
+        self._look_s = 0.0
         self._retries = Retries(committed_step())
         self._restarts: list[RankFailure] = []
         self._cause: RankFailure | None = None
@@ -137,6 +167,7 @@ class _Run:
                 restore_signal_handlers()
             if link is not None:
                 link.poll()
+                self._consider_size(link)
             if self._stop.requested and not self._stopped_at_once and not self._over:
                 if self._stop.immediate or link is None or not link.training:
                     # Before the first step there is nothing to save.
@@ -152,6 +183,27 @@ class _Run:
                 return Outcome("stopped", self._stop.exit_code, restarts=tuple(self._restarts))
         thread.join()
         return self._conclude()
+
+    def _consider_size(self, link: DriverLink) -> None:
+        """Asks the group to stop for a resize when the cluster has changed and it is worth it."""
+        if not self._may_resize or not link.training or self._stop.requested or self._over:
+            return
+        attempt, now_s = self._num_groups, time.monotonic()
+        # Looked for three times as often as promised: what is left is for the group to stop and start.
+        if attempt == self._resized_attempt or now_s - self._look_s < min(
+            2.0, self._scaling.grow_within_s / 3
+        ):
+            return
+        self._look_s = now_s
+        current = len(self._places)
+        leaving = self._session.leaving_node_ids
+        staying = sum(place.node_id not in leaving for place in self._places)
+        available = staying + count_fitting(self._request, self._session.free_nodes)
+        resize = self._resizing.decide(current, available)
+        if resize is not None:
+            self._resized_attempt = attempt
+            self._resizing.ended("a node is leaving" if resize.to < current else resize.why)
+            link.request_stop(RESIZE)
 
     def _conclude(self) -> Outcome:
         restarts = tuple(self._restarts)
@@ -206,8 +258,12 @@ class _Run:
         request = plan_request(self._scaling, nodes)
         if self._min_workers is not None:
             request = fit_request(request, self._min_workers, nodes)
+        self._session, self._request = session, request
         if not session.may_grow:
-            check_request(request, nodes)
+            check_request(self._fewest, nodes)
+        if not session.is_this_machine:
+            # A snapshot on another machine could not be taken back from here.
+            self._payload = {**self._payload, "snapshot_dir": None}
         link = DriverLink(self._prefix, self._tell)
         try:
             self._fit(request, session, link)
@@ -235,9 +291,18 @@ class _Run:
             link_prefix=self._prefix,
             control=control,
             on_start=self._start_group,
-            on_wait=lambda: self._tell({"event": "waiting", "message": _describe_wait(request)}),
+            on_wait=self._on_wait,
             describe_loss=self._describe_loss,
+            size=self._size,
+            committed_step=self._committed_step,
         )
+        while not self._run_group(group, request) and not self._stop.requested:
+            pass
+
+    def _run_group(self, group: RankGroupConfig, request: WorkerRequest) -> bool:
+        """Runs groups until one ends for good; False when that was for a resize."""
+        from raytrainer.cluster import ray_train
+
         with tempfile.TemporaryDirectory(prefix="raytrainer-") as scratch_dir:
             trainer = ray_train.LeanTrainer(
                 self._payload, group=group, request=request, scratch_dir=scratch_dir, decide=self._decide
@@ -245,12 +310,38 @@ class _Run:
             try:
                 self._result = trainer.fit().return_value
             except ray_train.TrainingFailedError:
-                if self._cause is None and not control.aborted:
+                if self._cause is None and not self._control.aborted:
                     raise
+                return True
+        return (self._result or {}).get("status") != "resized"
+
+    @property
+    def _fewest(self) -> WorkerRequest:
+        """The request for as many workers as there have to be."""
+        if not self._may_resize:
+            return self._request
+        return at_least(self._request, self._scaling.min_workers)
+
+    def _size(self) -> int:
+        """How many ranks a new group has: all that there is room for; else the fewest, to wait for."""
+        if not self._may_resize:
+            return self._request.num_workers
+        # The resources of a group that has just ended are not always free yet: at first all count as free.
+        nodes = self._session.free_nodes if self._is_crowded else self._session.staying_nodes
+        available = count_fitting(self._request, nodes)
+        low, high = self._scaling.min_workers, self._scaling.max_workers
+        return starting_size(available, low, high) or low
+
+    def _on_wait(self) -> None:
+        self._is_crowded = True
+        self._tell({"event": "waiting", "message": _describe_wait(self._fewest)})
 
     def _start_group(self, places: list[RankPlace]) -> int:
         attempt = self._num_groups
         self._num_groups += 1
+        self._places = places
+        self._is_crowded = False
+        self._resizing.started(len(places))
         self._link.start_attempt(attempt)
         return attempt
 
@@ -262,6 +353,7 @@ class _Run:
         if self._control.aborted:
             return False
         self._link.poll()
+        self._recover()
         step = self._committed_step()
         verdict = judge(
             failures,
@@ -275,6 +367,7 @@ class _Run:
             self._cause = verdict.cause
             return False
         self._restarts.append(verdict.cause)
+        self._resizing.ended(f"worker {verdict.cause.rank} was lost")
         self._tell(
             {
                 "event": "worker_failed",
@@ -289,6 +382,9 @@ class _Run:
 
     def _tell(self, record: dict) -> None:
         with self._record_lock:
+            resized = self._resizing.observe(record)
+            if resized is not None:
+                self._on_record(resized)
             self._on_record(record)
 
 

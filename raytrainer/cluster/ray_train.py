@@ -8,6 +8,7 @@ imports Ray Train, and no process but the workers imports torch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
@@ -20,11 +21,12 @@ from typing import Any
 os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.train import BackendConfig, RunConfig, ScalingConfig
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
+from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
 from ray.train.v2._internal.execution.scaling_policy.fixed import FixedScalingPolicy
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2._internal.execution.worker_group.state import WorkerGroupState, WorkerGroupStateBuilder
@@ -36,10 +38,11 @@ from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, Wo
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raytrainer.cluster import ray_worker
-from raytrainer.cluster.outcome import RankFailure
+from raytrainer.cluster.outcome import RankFailure, choose_cause, is_retryable
 from raytrainer.cluster.ray_failure import describe_failed_start
 from raytrainer.cluster.ray_place import RankPlace, rank_environments
 from raytrainer.cluster.ray_request import WorkerRequest
+from raytrainer.cluster.survivor import SAVE_S, choose_survivor
 
 ray.cloudpickle.register_pickle_by_value(ray_worker)
 
@@ -58,6 +61,13 @@ class RankError(Exception):
     def __init__(self, failure: RankFailure):
         super().__init__(failure.summary)
         self.failure = failure
+
+
+class SizeChangedError(WorkerGroupStartupFailedError):
+    """What there is room for has changed while a group waited for its place."""
+
+    def __init__(self) -> None:
+        super().__init__("there is room for another number of workers now")
 
 
 class Aborted(Exception):
@@ -98,7 +108,8 @@ class RankGroupConfig(BackendConfig):
 
     actor_arguments: of RankActor; on_start: called with the ranks' places before they run, gives how often a
     group was started before; on_wait: called once when the cluster has no room yet; describe_loss: a rank's
-    place and Ray's error -> its failure.
+    place and Ray's error -> its failure; size: how many ranks a new group is to have; committed_step: of the
+    newest checkpoint.
     """
 
     actor_arguments: dict[str, Any]
@@ -107,6 +118,8 @@ class RankGroupConfig(BackendConfig):
     on_start: Callable[[list[RankPlace]], int]
     on_wait: Callable[[], None]
     describe_loss: Callable[[RankPlace, Exception], RankFailure]
+    size: Callable[[], int]
+    committed_step: Callable[[], int | None]
 
 
 class RankGroupState(WorkerGroupState):
@@ -140,6 +153,9 @@ class RankGroup(WorkerGroup):
             self._config.on_wait()
             while not group.wait(WATCH_S):
                 self._config.control.check()
+                if self._config.size() != context.num_workers:
+                    # A node has come or gone meanwhile: there is room for another number of workers.
+                    raise SizeChangedError
         workers = self._create_workers(
             context.num_workers, group.placement_group, context.resources_per_worker
         )
@@ -191,6 +207,7 @@ class RankGroup(WorkerGroup):
             for worker, place, environment in zip(workers, self._places, environments, strict=True)
         ]
         self._statuses: dict[int, WorkerStatus] = {}
+        self._offers: dict[int, int | None] = {}
 
     def _place_of(self, worker: Worker) -> RankPlace:
         where, metadata = worker.distributed_context, worker.metadata
@@ -204,6 +221,7 @@ class RankGroup(WorkerGroup):
             metadata.pid,
             self._ports[worker.placement_group_bundle_index],
             tuple(str(gpu) for gpu in metadata.gpu_ids),
+            metadata.node_id,
         )
 
     def _poll_workers_and_collect_errors(self, timeout: float | None) -> list[WorkerStatus]:
@@ -212,8 +230,23 @@ class RankGroup(WorkerGroup):
             deadline = time.monotonic() + SETTLE_S
             while len(self._statuses) < len(self._calls) and (left_s := deadline - time.monotonic()) > 0:
                 self._watch(left_s)
+            self._rescue()
         running = WorkerStatus(running=True)
         return [self._statuses.get(rank, running) for rank in range(len(self._calls))]
+
+    def _rescue(self) -> None:
+        """Has a rank that outlived a lost one save the last finished step, before the group goes."""
+        failures = [status.error.failure for status in self._statuses.values() if status.error]
+        if not is_retryable(choose_cause(failures)):
+            return
+        committed = self._config.committed_step()
+        rank = choose_survivor(self._offers, committed)
+        if rank is None:
+            return
+        actor = self.get_workers()[rank].actor
+        # A survivor that is lost too, or too slow, changes nothing: the run goes on from the checkpoint.
+        with contextlib.suppress(RayError, GetTimeoutError):
+            ray.get(actor.save.remote(committed or 0), timeout=SAVE_S)
 
     def _watch(self, timeout_s: float) -> None:
         """Waits until one more rank has ended, and notes how."""
@@ -235,6 +268,7 @@ class RankGroup(WorkerGroup):
             failure = self._config.describe_loss(self._places[rank], error)
             return WorkerStatus(running=False, error=RankError(failure))
         if "failure" in answer:
+            self._offers[rank] = answer.get("finished_step")
             return WorkerStatus(running=False, error=RankError(RankFailure.from_dict(answer["failure"])))
         return WorkerStatus(running=False, return_value=answer["result"])
 
@@ -250,8 +284,16 @@ class LeanController(TrainController):
         self._health_check_interval_s = 0.0
 
 
-class QuietFixedPolicy(FixedScalingPolicy):
-    """A fixed size that asks no autoscaling coordinator: the pending placement group is request enough."""
+class QuietPolicy(FixedScalingPolicy):
+    """Takes each new group's size from `size`, and asks no autoscaling coordinator: the pending placement
+    group is request enough."""
+
+    def __init__(self, scaling_config: ScalingConfig, size: Callable[[], int]):
+        super().__init__(scaling_config)
+        self._size = size
+
+    def make_decision_for_non_running_worker_group(self) -> ResizeDecision:
+        return ResizeDecision(self._size(), self.scaling_config._resources_per_worker_not_none)
 
     def after_controller_start(self, train_run_context) -> None:
         """Starts no coordinator."""
@@ -279,6 +321,8 @@ class DecidedFailurePolicy(FailurePolicy):
         elif isinstance(training_failed_error, ControllerError) and isinstance(
             training_failed_error.controller_failure, WorkerGroupStartupFailedError
         ):
+            if isinstance(training_failed_error.controller_failure, SizeChangedError):
+                return FailureDecision.RETRY
             message = str(training_failed_error.controller_failure)
             failures = [describe_failed_start(message, time.time())]
         else:
@@ -300,6 +344,7 @@ class LeanTrainer(DataParallelTrainer):
     ):
         self._payload = payload
         self._decide = decide
+        self._size = group.size
         super().__init__(
             _not_called,
             backend_config=group,
@@ -322,7 +367,7 @@ class LeanTrainer(DataParallelTrainer):
         return []
 
     def _initialize_and_run_controller(self, **arguments):
-        arguments["scaling_policy"] = QuietFixedPolicy(self.scaling_config)
+        arguments["scaling_policy"] = QuietPolicy(self.scaling_config, self._size)
         arguments["failure_policy"] = DecidedFailurePolicy(self.run_config.failure_config, self._decide)
         os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
         os.environ["RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING"] = "0"

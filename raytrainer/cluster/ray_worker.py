@@ -74,6 +74,15 @@ class RankActor:
             }
         return run_linked(payload, place, link)
 
+    def save(self, committed_step: int) -> int | None:
+        """Saves the state that this rank held when `run` failed; the step, None if there was nothing to save.
+
+        committed_step: of the newest checkpoint.
+        """
+        from raytrainer.cluster.ray_link import save_survivor
+
+        return save_survivor(committed_step)
+
 
 def _preload(modules: list[str]) -> None:
     import importlib

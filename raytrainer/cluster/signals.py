@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
+# The reason of a stop after which the run goes on at once, with another number of ranks.
+RESIZE = "resize"
 
 
 class StopSignal:
@@ -27,14 +29,15 @@ class StopSignal:
         self._listeners: list[Callable[[], None]] = []
 
     def request(self, reason: str) -> None:
-        """Ask for a stop after the current step; a later request changes nothing."""
-        if self.requested is None:
+        """Ask for a stop after the current step; a later request changes nothing, unless this is a RESIZE."""
+        if self.requested in (None, RESIZE) and self.requested != reason:
             self.requested = reason
             self._tell()
 
     def insist(self, reason: str) -> None:
         """Ask for a stop at once."""
-        self.requested = self.requested or reason
+        if self.requested in (None, RESIZE):
+            self.requested = reason
         self.immediate = True
         self._tell()
 
@@ -75,7 +78,7 @@ def stop_on_signals(stop: StopSignal) -> Iterator[None]:
             os.kill(os.getpid(), number)
             return
         name = signal.Signals(number).name
-        if stop.requested is None:
+        if stop.requested in (None, RESIZE):
             stop.request(name)
         else:
             stop.insist(name)

@@ -28,6 +28,7 @@ from typing import NamedTuple, TextIO
 
 from raytrainer.cluster.channel import Channel
 from raytrainer.cluster.signals import StopSignal, stop_on_signals
+from raytrainer.cluster.survivor import Survivor
 from raytrainer.errors import show_warnings_in_one_line
 
 Observer = Callable[[dict], None]
@@ -78,7 +79,8 @@ def prepare(payload: dict, local_world_size: int) -> None:
 def train_rank(payload: dict, process, observer: Observer | None, stop: StopSignal) -> dict:
     """The usual entry: the config, trained by `Trainer` in the run directory that the driver has opened.
 
-    payload: `config` (`Config.payload()`), `run_dir` (its root and token), `started_at` (Unix time, s).
+    payload: `config` (`Config.payload()`), `run_dir` (its root and token), `started_at` (Unix time, s),
+    `snapshot_dir` (for snapshots), `survivor` (a `Survivor` that is to know the trainer).
     """
     from dataclasses import asdict
 
@@ -100,7 +102,10 @@ def train_rank(payload: dict, process, observer: Observer | None, stop: StopSign
         stop=stop,
         run_dir=RunDirectory(*payload["run_dir"]),
         started_at=payload.get("started_at"),
+        snapshot_dir=payload.get("snapshot_dir"),
     )
+    if "survivor" in payload:
+        payload["survivor"].trainer = trainer
     result = asdict(trainer.train())
     if result["status"] == "stopped":
         result["stop_reason"] = stop.requested
@@ -228,7 +233,8 @@ def main(arguments: list[str]) -> None:
     os.set_inheritable(given["control-fd"], False)
     stop = StopSignal()
     ended = threading.Event()
-    threading.Thread(target=_follow_parent, args=(channel, stop, ended), daemon=True).start()
+    survivor = Survivor()
+    threading.Thread(target=_follow_parent, args=(channel, stop, ended, survivor), daemon=True).start()
     world_size = given["world-size"]
     place = Place(given["rank"], world_size, given["rank"], world_size, 0)
 
@@ -240,10 +246,11 @@ def main(arguments: list[str]) -> None:
         # First what is needed to unpickle the rest, in which objects of the user's may be.
         prepare(pickle.load(parts), world_size)
         payload = pickle.load(parts)
-        return run_rank({**payload, "store_fd": given.get("store-fd")}, place, observe, stop)
+        here = {"store_fd": given.get("store-fd"), "survivor": survivor}
+        return run_rank({**payload, **here}, place, observe, stop)
 
     with stop_on_signals(stop), stop.listening(lambda: _end_if_insisted(stop)):
-        code = _report(channel, run, place.rank)
+        code = _report(channel, run, place.rank, survivor)
     ended.set()
     channel.flush()
     raise SystemExit(code)
@@ -277,7 +284,7 @@ def end_with_parent(life_fd: int) -> None:
         os.killpg(0, signal.SIGKILL)
 
 
-def _follow_parent(channel: Channel, stop: StopSignal, ended: threading.Event) -> None:
+def _follow_parent(channel: Channel, stop: StopSignal, ended: threading.Event, survivor: Survivor) -> None:
     """Act on what the parent says until it is gone; then end the whole process group."""
     while not channel.closed:
         for message in channel.receive(wait=True):
@@ -285,6 +292,12 @@ def _follow_parent(channel: Channel, stop: StopSignal, ended: threading.Event) -
                 stop.request(message["stop"])
             elif "abort" in message:
                 threading.Thread(target=_show_stacks, args=(ended, message["abort"]), daemon=True).start()
+            elif "offer" in message:
+                channel.send({"offer": survivor.finished_step()})
+            elif "save" in message:
+                channel.send({"saved": survivor.save(message["save"])})
+            elif "release" in message:
+                survivor.release()
     os.killpg(0, signal.SIGKILL)
 
 
@@ -305,7 +318,7 @@ def _end_if_insisted(stop: StopSignal) -> None:
         os.kill(os.getpid(), number)
 
 
-def _report(channel: Channel, run: Callable[[], dict], rank: int) -> int:
+def _report(channel: Channel, run: Callable[[], dict], rank: int, survivor: Survivor) -> int:
     """Send what `run` returns or raises to the parent; returns the process's exit code."""
     try:
         channel.send({"result": run()})
@@ -317,5 +330,7 @@ def _report(channel: Channel, run: Callable[[], dict], rank: int) -> int:
         traceback.print_exc()
         failure = describe_exception(exc, rank)
         channel.send({"failure": failure.to_dict()})
+        if failure.kind == "collateral":
+            survivor.wait_released()
         return failure.exit_code or 1
     return 0

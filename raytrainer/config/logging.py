@@ -22,3 +22,8 @@ class LoggingSection(Section):
         description="Where metrics go: the console, `metrics.jsonl`, TensorBoard files.",
         examples=[["console", "jsonl"]],
     )
+    ledger: bool = Field(
+        False,
+        description="Write down which samples each committed step consumed, for `raytrainer audit`.",
+        examples=[True],
+    )

@@ -1,0 +1,144 @@
+"""What a crash costs: the survivors save the last finished step, whatever the checkpoint interval."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import raytrainer
+from raytrainer.audit import audit_run
+from raytrainer.cluster.survivor import choose_survivor
+from raytrainer.errors import ConfigError
+from raytrainer.snapshots import MAX_SHARE, SnapshotPace, snapshot_folder
+from tests.training import config
+
+HARD = [
+    "optimizer={_target_: torch.optim.AdamW, lr: 0.01}",
+    "scheduler={_target_: raytrainer.optim.warmup_cosine, warmup_steps: 4}",
+    "training.gradient_clip_norm=0.5",
+    "training.ema.decay=0.9",
+    "checkpoint.every={steps: 1000}",
+    "logging.ledger=true",
+]
+
+
+def ranks_of_this_process():
+    """{rank: process id} of the group that runs now."""
+    found = {}
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        try:
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except (OSError, ValueError):
+            continue
+        ranks = [word for word in words if word.startswith(b"--rank=")]
+        if parent == os.getpid() and ranks:
+            found[int(ranks[0].removeprefix(b"--rank="))] = pid
+    return found
+
+
+class KillAt:
+    """An observer that kills ranks once, when `step` is logged."""
+
+    def __init__(self, step, *ranks):
+        self.step, self.ranks, self.done = step, ranks, False
+
+    def __call__(self, record):
+        if record.get("step") == self.step and "loss" in record and not self.done:
+            self.done = True
+            pids = ranks_of_this_process()
+            for rank in self.ranks:
+                os.kill(pids[rank], signal.SIGKILL)
+
+
+def events(run_dir, name):
+    lines = Path(run_dir, "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == name]
+
+
+def weights_of(result):
+    return torch.load(f"{result.run_dir}/{result.checkpoint}/model.pt", weights_only=True)
+
+
+def run(tmp_path, num_workers, name, *overrides, observer=None):
+    wanted = [f"scaling.num_workers={num_workers}", f"name={name}", *overrides]
+    return raytrainer.run(config(tmp_path, *wanted), local=True, observer=observer)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Three ranks, never disturbed."""
+    return run(tmp_path_factory.mktemp("whole"), 3, "whole", *HARD)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_lost_rank_costs_at_most_one_step_at_any_checkpoint_interval(tmp_path, whole, rank):
+    """Killed rank 0 too: the others know BatchNorm's statistics, which only its microbatch changes."""
+    result = run(tmp_path, 3, "killed", *HARD, observer=KillAt(9, rank))
+    assert (result.status, result.restarts, result.steps) == ("finished", 1, 15)
+    assert result.lost_steps <= 1
+    (resumed,) = events(result.run_dir, "resumed")
+    assert resumed["step"] >= 8
+    (failed,) = events(result.run_dir, "worker_failed")
+    assert failed["step"] == resumed["step"]
+    assert (result.weights_sha256, result.state_sha256) == (whole.weights_sha256, whole.state_sha256)
+    found = audit_run(result.run_dir)
+    assert found.exact, str(found)
+    assert found.num_attempts == 2
+
+
+@given(st.dictionaries(st.integers(0, 7), st.none() | st.integers(0, 9)), st.none() | st.integers(0, 9))
+def test_the_lowest_rank_with_the_highest_step_saves(offers, committed):
+    chosen = choose_survivor(offers, committed)
+    steps = [step for step in offers.values() if step is not None]
+    if not steps or max(steps) <= (committed or 0):
+        assert chosen is None
+    else:
+        assert offers[chosen] == max(steps)
+        assert all(rank >= chosen for rank, step in offers.items() if step == max(steps))
+
+
+SNAPSHOT = "checkpoint={every: {steps: 1000}, snapshot: {steps: 2}}"
+
+
+def test_where_no_rank_survives_the_last_snapshot_does(tmp_path):
+    wanted = [*HARD[:4], "logging.ledger=true", SNAPSHOT]
+    undisturbed = run(tmp_path, 1, "whole", *wanted)
+    result = run(tmp_path, 1, "killed", *wanted, observer=KillAt(9, 0))
+    assert (result.status, result.restarts, result.steps) == ("finished", 1, 15)
+    assert result.lost_steps <= 4
+    assert events(result.run_dir, "resumed")[0]["step"] >= 6
+    assert events(result.run_dir, "snapshots")
+    assert (result.weights_sha256, result.state_sha256) == (
+        undisturbed.weights_sha256,
+        undisturbed.state_sha256,
+    )
+    found = audit_run(result.run_dir)
+    assert found.exact, str(found)
+    assert not Path(snapshot_folder(result.run_dir)).exists()
+
+
+@given(st.lists(st.floats(0.001, 10), min_size=1, max_size=20))
+def test_snapshots_take_a_bounded_share_of_the_time(costs_s):
+    """Steps of no length, snapshots whenever one is due."""
+    now_s, pace = 0.0, SnapshotPace(None, 0.0)
+    spent_s = 0.0
+    for cost_s in costs_s:
+        while not pace.is_due(1, now_s):
+            now_s += 0.01 + pace._due_s - now_s
+        now_s += cost_s
+        spent_s += cost_s
+        pace.paid(cost_s, now_s)
+    assert spent_s / (now_s + costs_s[-1] / MAX_SHARE) <= MAX_SHARE
+
+
+@pytest.mark.parametrize("value", ["0", "{steps: 0}", "always", "{epochs: 1}", "{steps: 2, epochs: 1}"])
+def test_a_snapshot_interval_that_is_none_is_refused(tmp_path, value):
+    with pytest.raises(ConfigError, match=r"checkpoint\.snapshot(.|\n)*auto, off or"):
+        config(tmp_path, f"checkpoint.snapshot={value}")
+    assert config(tmp_path, "checkpoint.snapshot=off").checkpoint.snapshot == "off"
