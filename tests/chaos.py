@@ -109,13 +109,14 @@ class Disturbance:
             self.gate = gate
             self.slots.set(due.size)
             return
-        gate.unlink()
         if due.kind == "kill the driver":
+            gate.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         ranks = ranks_of_this_process()
         chosen = {"kill a worker": [max(ranks)], "kill rank 0": [0]}.get(due.kind, list(ranks))
         for rank in chosen:
             os.kill(ranks[rank], signal.SIGKILL)
+        gate.unlink()
 
 
 def drive(folder: Path) -> None:
