@@ -101,7 +101,9 @@ def _variable(text: str) -> tuple[str, str]:
 
 
 def _as_option(problem: Problem) -> Problem:
-    option = _OPTIONS.get(problem.path)
+    option = next(
+        (option for path, option in _OPTIONS.items() if f"{problem.path}.".startswith(f"{path}.")), None
+    )
     if option is None:
         return problem
     return Problem(f"option {option}", problem.path, problem.rule, problem.value, problem.fix)

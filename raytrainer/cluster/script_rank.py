@@ -72,11 +72,14 @@ class _ScriptRank:
             # From now on a request to stop is passed on, and does not end this process.
             observer({"event": "started", "world_size": self._process.world_size})
         problem = self._find_problem()
-        hello = {"token": self._plan["token"], "rank": rank, "attempt": self._attempt, "problem": problem}
-        hello["world_size"] = self._process.world_size
-        if rank == 0:
-            hello["master_addr"] = os.environ["MASTER_ADDR"]
-            hello["master_port"] = self._hold_port()
+        hello: dict[str, Any] = {"master_addr": os.environ["MASTER_ADDR"]}
+        if rank == 0 and problem is None:
+            try:
+                hello["master_port"] = self._hold_port()
+            except UsageError as error:
+                problem = str(error)
+        hello |= {"token": self._plan["token"], "rank": rank, "world_size": self._process.world_size}
+        hello |= {"attempt": self._attempt, "problem": problem}
         self._hub.send(hello)
         while self._start is None and self._told is None and not self._hub.closed:
             self._hear(self._hub.receive(wait=True))

@@ -54,6 +54,7 @@ KINDS = {
     "killed by SIGKILL on rank 1": ["act.py", "{folder}", "1=killed"],
     "raises on rank 1": ["act.py", "{folder}", "1=raise"],
     "starts processes of its own": ["spawn.py", "{folder}"],
+    "calls ray.init itself": ["ray_inside.py"],
 }
 
 
@@ -118,7 +119,8 @@ def main() -> None:
     launch = ["-m", "raytrainer", "launch", "-n", "2", *([] if options.ray else ["--local"])]
     if not options.only_speed:
         compare_kinds(launch)
-    compare_speed(launch, options.repeats, options.steps)
+    if options.repeats:
+        compare_speed(launch, options.repeats, options.steps)
 
 
 if __name__ == "__main__":
