@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,20 +28,26 @@ def evaluate(
     process: Process,
     device: torch.device,
     autocast: Any = contextlib.nullcontext,
+    *,
+    seed: Callable[[int], None] = lambda microbatch: None,
+    bitwise: bool = False,
 ) -> dict[str, float]:
     """The mean loss (as "loss") and every metric over the whole evaluation data.
 
     batches: this rank's LoadedMicrobatches, in order and on the device; metrics: torchmetrics by name, reset
-    here.
+    here; seed: called before each microbatch; bitwise: the same bits whatever the number of ranks, for which
+    the state of a metric that adds fractions is kept a microbatch.
     """
-    for metric in metrics.values():
-        metric.reset()
+    states = {
+        name: _MetricState(metric, each=bitwise and not _is_exact(metric)) for name, metric in metrics.items()
+    }
     parts: list[tuple[int, Any, Any]] = []
     with _evaluating(model), torch.inference_mode(), autocast():
         for loaded in batches:
             if loaded.num_samples == 0:
                 continue
             task.indices = loaded.indices
+            seed(loaded.microbatch.number)
             output = task.evaluation_step(loaded.batch)
             if not isinstance(output, EvaluationOutput):
                 raise TypeError(
@@ -51,10 +57,10 @@ def evaluate(
                 weight = loaded.num_samples if output.weight is None else output.weight
                 parts.append((loaded.microbatch.number, output.loss.detach(), weight))
             if output.targets is not None:
-                for metric in metrics.values():
-                    metric.update(output.predictions, output.targets)
+                for state in states.values():
+                    state.update(output.predictions, output.targets)
     numbers = [(number, float(loss), float(weight)) for number, loss, weight in parts]
-    gathered = gather_objects((numbers, {name: _state(metric) for name, metric in metrics.items()}), process)
+    gathered = gather_objects((numbers, {name: state.taken() for name, state in states.items()}), process)
     return broadcast_object(_merge(gathered, metrics) if process.is_first else None, process.world_size)
 
 
@@ -66,6 +72,46 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
+
+
+_EXACT_IN_ANY_ORDER = ("dim_zero_max", "dim_zero_min")
+
+
+def _is_exact(metric: Any) -> bool:
+    """Whether merging a metric's state over ranks gives the same bits wherever the data are cut.
+
+    True of whole numbers, of extremes, and of lists, which keep the order of the samples.
+    """
+    for name, default in metric._defaults.items():
+        reduction = getattr(metric._reductions[name], "__name__", None)
+        if isinstance(default, list):
+            if reduction not in ("dim_zero_cat", None):
+                return False
+        elif reduction not in _EXACT_IN_ANY_ORDER and not (
+            reduction == "dim_zero_sum" and not default.is_floating_point()
+        ):
+            return False
+    return True
+
+
+class _MetricState:
+    """What a metric gathers on this rank: one state, or one for each microbatch."""
+
+    def __init__(self, metric: Any, each: bool):
+        self._metric, self._each = metric, each
+        self._states: list[tuple[dict[str, Any], int]] = []
+        metric.reset()
+
+    def update(self, predictions: Any, targets: Any) -> None:
+        if self._each:
+            self._metric.reset()
+        self._metric.update(predictions, targets)
+        if self._each:
+            self._states.append(_state(self._metric))
+
+    def taken(self) -> list[tuple[dict[str, Any], int]]:
+        """The states, in the order of the microbatches."""
+        return self._states if self._each else [_state(self._metric)]
 
 
 def _state(metric: Any) -> tuple[dict[str, Any], int]:
@@ -90,29 +136,35 @@ def _merge(
         merged.reset()
         # The states are here already: a metric must not ask the other ranks for them once more.
         merged.sync_on_compute = merged._to_sync = False
-        for _, states in gathered:
-            state, num_updates = states[name]
-            if num_updates:
-                _add_state(merged, state, num_updates)
+        _take_states(merged, [entry for _, states in gathered for entry in states[name] if entry[1]])
         if merged._update_count == 0:
             continue
         values.update(_as_numbers(name, merged.compute()))
     return values
 
 
-def _add_state(merged: Any, state: dict[str, Any], num_updates: int) -> None:
-    if merged._update_count == 0:
-        for name, value in state.items():
-            setattr(merged, name, value)
-        merged._update_count = num_updates
+def _take_states(merged: Any, entries: list[tuple[dict[str, Any], int]]) -> None:
+    """Gives a metric the states of several, which come in the order of the samples, as one."""
+    if not entries:
         return
-    incoming = copy.deepcopy(merged)
-    incoming.reset()
-    for name, value in state.items():
-        setattr(incoming, name, value)
-    incoming._update_count = num_updates
-    merged.merge_state(incoming)
-    merged._update_count += num_updates
+    counts = [num_updates for _, num_updates in entries]
+    for name in merged._defaults:
+        values = [state[name] for state, _ in entries]
+        value = values[0] if len(values) == 1 else _reduced(merged._reductions[name], values, counts)
+        setattr(merged, name, value)
+    merged._update_count = sum(counts)
+
+
+def _reduced(reduction: Callable[..., Any] | None, values: list[Any], counts: list[int]) -> Any:
+    """As torchmetrics merges the states of several processes, except that a mean is weighted by updates."""
+    if isinstance(values[0], list):
+        return [item for value in values for item in value]
+    if getattr(reduction, "__name__", None) == "dim_zero_mean":
+        return sum(value * count for value, count in zip(values, counts, strict=True)) / sum(counts)
+    if getattr(reduction, "__name__", None) == "dim_zero_cat":
+        return torch.cat(values)
+    stacked = torch.stack(values)
+    return stacked if reduction is None else reduction(stacked)
 
 
 def _as_numbers(name: str, value: Any) -> dict[str, float]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from raytrainer.rundir import RunDirectory
 
 DATA_LENGTH = "data.train.length"
+_NUMERICS = "numerics."  # what only a rank knows of: see `raytrainer.numerics`
 _MICRO_BATCH_SIZE = "data.micro_batch_size"
 
 
@@ -37,13 +38,23 @@ def continued(config: Config, run_dir: RunDirectory) -> Config:
     begun_with = before.get(_MICRO_BATCH_SIZE)
     if config.micro_batch_size_is_default and begun_with not in (None, config.data.micro_batch_size):
         config = config.with_overrides(f"{_MICRO_BATCH_SIZE}={begun_with}")
-    check_same_meaning(run_dir.root, before, {**config.meaning(), DATA_LENGTH: before.get(DATA_LENGTH)})
+    known_to_ranks = {
+        key: value for key, value in before.items() if key == DATA_LENGTH or key.startswith(_NUMERICS)
+    }
+    check_same_meaning(run_dir.root, before, {**config.meaning(), **known_to_ranks})
     return config
 
 
 def check_same_meaning(root: str, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises ResumeError when a checkpoint made under `before` is not what `now` goes on with."""
     changed = difference(before, now)
+    if changed and all(line.startswith(_NUMERICS) for line in changed):
+        lines = "\n".join(f"  {line}" for line in changed)
+        raise ResumeError(
+            f"{root} was begun with determinism: bitwise on a node that computes other bits:\n{lines}\n"
+            "  go on with it on such a node, with as many threads a kernel (training.intra_op_threads);\n"
+            "  or give this run another name (name=...), or start over with --fresh, which keeps the old one"
+        )
     if changed:
         lines = "\n".join(f"  {line}" for line in changed)
         raise ResumeError(

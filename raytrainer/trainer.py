@@ -25,20 +25,24 @@ from raytrainer.errors import NonFiniteLossError, RaytrainerError, ResumeError, 
 from raytrainer.evaluation import evaluate
 from raytrainer.heap import keep_freed_memory
 from raytrainer.manifest import FOLDER, MODEL_FILE, TRAINING_FILE, folder_name, list_checkpoints
+from raytrainer.numerics import kernels_as_configured, numerics_of, refuse_unlike_ranks
 from raytrainer.policy import DuePolicy, improves
 from raytrainer.result import Result
 from raytrainer.resume import DATA_LENGTH, check_same_meaning, continued
 from raytrainer.rundir import RunDirectory
 from raytrainer.state import TrainState
-from raytrainer.step import GradientStep, VoteReader, refuse_communicating_modules
+from raytrainer.step import GradientStep, MicrobatchStep, refuse_communicating_modules
 from raytrainer.step_mark import StepMark, last_marked_step
 from raytrainer.timing import StepTimer
 from raytrainer.transfer import ahead_of_use
+from raytrainer.tree_step import TreeStep
+from raytrainer.voting import VoteReader
 
 if TYPE_CHECKING:
     from raytrainer.config import Config
 
 _STEP_STREAM = 0x57E9  # keeps dropout's seeds apart from those of shuffling and augmentation
+_EVALUATION_STREAM = 0xE7A1
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
 Observer = Callable[[dict[str, Any]], None]
@@ -90,6 +94,7 @@ class Trainer:
         standalone = self._run_dir is None
         with (
             self.process.join(device),
+            kernels_as_configured(self.config, device),
             self._directory() as self._run_dir,
             contextlib.ExitStack() as self._open,
         ):
@@ -149,8 +154,6 @@ class Trainer:
         self.device = device
         if device.type == "cpu":
             keep_freed_memory()
-        if config.training.tf32:
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         self.data = build.build_data(config)
         self.sampler = build.build_sampler(config, self.data, process.rank, process.world_size)
         self.steps_per_epoch = self.sampler.steps_per_epoch
@@ -166,24 +169,14 @@ class Trainer:
         ema = config.training.ema
         self.state = TrainState(model, task, optimizers, schedules, scaler, ema and ema.decay)
         self.metrics = build.build_metrics(config, device) if self.data.eval is not None else {}
-        self._meaning = {**config.meaning(), DATA_LENGTH: len(self.data.train)}
+        numerics = numerics_of(config, device)
+        refuse_unlike_ranks(numerics, process)
+        self._meaning = {**config.meaning(), DATA_LENGTH: len(self.data.train), **numerics}
         self._resume()
         if config.training.compile:
-            options = config.training.compile if isinstance(config.training.compile, dict) else {}
-            model.compile(**options)
+            model.compile(**config.training.compile_options)
         model.train()
-        self.gradients = GradientStep(
-            model,
-            task,
-            process,
-            device,
-            autocast=self._autocast,
-            scale=scaler.scale if scaler is not None else lambda loss: loss,
-            seed=self._seed,
-            find_unused_parameters=config.training.find_unused_parameters,
-            always_explicit=len(optimizers) > 1,
-            may_lose_samples=config.data.on_bad_sample == "skip",
-        )
+        self.gradients = self._gradient_step()
         self._votes = VoteReader(device, lag=0 if config.training.on_nan == "skip" else 2)
         self._loader = self._build_loader(self.data.train, self.sampler, "data.train")
         self._eval_loader: Any = None
@@ -192,6 +185,26 @@ class Trainer:
         self._last_saved, self._last_save_at = self._place(), time.monotonic()
         self._open_sinks()
         self._microbatches: Iterator[Any] | None = None
+
+    def _gradient_step(self) -> MicrobatchStep:
+        config, state = self.config, self.state
+        common = {
+            "autocast": self._autocast,
+            "scale": state.scaler.scale if state.scaler is not None else lambda loss: loss,
+            "seed": self._seed,
+            "may_lose_samples": config.data.on_bad_sample == "skip",
+        }
+        if config.training.determinism == "bitwise":
+            return TreeStep(state.model, state.task, self.process, self.device, **common)
+        return GradientStep(
+            state.model,
+            state.task,
+            self.process,
+            self.device,
+            find_unused_parameters=config.training.find_unused_parameters,
+            always_explicit=len(state.optimizers) > 1,
+            **common,
+        )
 
     def _build_loader(self, dataset: Any, sampler: Any, where: str) -> Any:
         config = self.config
@@ -429,8 +442,6 @@ class Trainer:
             return False
         with self._timer.outside():
             self.gradients.share_buffers()
-            if self.state.ema is not None:
-                broadcast_tensors(self.state.ema.buffers(), self.process.world_size)
             values = self._evaluate_model()
         metrics = {f"eval/{name}": value for name, value in values.items()}
         progress.metrics.update(metrics)
@@ -464,6 +475,8 @@ class Trainer:
             batches = EvalBatches(len(self.data.eval), size, process.rank, process.world_size)
             self._eval_loader = self._build_loader(self.data.eval, batches, "data.eval")
         model = self.state.evaluated_model
+        if self.state.ema is not None:
+            broadcast_tensors(model.buffers(), process.world_size)
         task.model, trained = model, task.model
         try:
             return evaluate(
@@ -474,6 +487,8 @@ class Trainer:
                 process,
                 self.device,
                 self._autocast,
+                seed=lambda microbatch: self._seed(0, microbatch, _EVALUATION_STREAM),
+                bitwise=self.config.training.determinism == "bitwise",
             )
         finally:
             task.model = trained
@@ -573,9 +588,9 @@ class Trainer:
 
     # Randomness and precision -------------------------------------------------------------------------------
 
-    def _seed(self, step: int, microbatch: int) -> None:
+    def _seed(self, step: int, microbatch: int, stream: int = _STEP_STREAM) -> None:
         """Dropout and whatever else a training step draws depend on (seed, step, microbatch) alone."""
-        seed = mix_seed(_STEP_STREAM, self.config.seed, step, microbatch)
+        seed = mix_seed(stream, self.config.seed, step, microbatch)
         random.seed(seed)
         # NumPy takes more than 32 bits only as an array, which is several times slower to seed with.
         np.random.seed(seed & 0xFFFF_FFFF)

@@ -20,13 +20,12 @@ FLOORS = {
         "console", "event_file", "heap", "manifest", "policy", "result", "resume", "rundir", "step_mark",
         "storage", "table",
         # torch, and none of the loop
-        "checkpoint", "data", "deferred", "distributed", "fingerprint", "loggers", "models", "optim",
-        "timing", "transfer",
+        "buffers", "checkpoint", "data", "deferred", "distributed", "fingerprint", "loggers", "models",
+        "numerics", "optim", "timing", "transfer", "tree", "tree_reduction",
     ],
-    2: ["build", "evaluation", "preflight", "state", "step", "task", "tasks", "trainer"],
-    3: ["export", "finished", "predict", "reports", "runs"],
-    4: ["cluster"],
-    5: ["__main__", "api", "cli", "new_project"],
+    2: ["build", "evaluation", "preflight", "state", "step", "task", "tasks", "trainer", "tree_step",
+    "voting"], 3: ["export", "finished", "predict", "reports", "runs"], 4: ["cluster"], 5: ["__main__", "api",
+    "cli", "new_project"],
 }  # fmt: skip
 
 # Only this package may import ray.

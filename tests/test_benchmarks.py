@@ -49,10 +49,13 @@ class TestMeasure:
     def test_a_command_with_what_it_leaves_behind(self, tmp_path):
         # The command ends at once; its orphan works on, is waited for, and counts.
         orphan = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
-        program = (
-            "import subprocess, sys\nfrom tests.benchmarks.measure import mark\nmark('rank')\n"
-            f"subprocess.Popen([sys.executable, '-c', {orphan!r}], start_new_session=True)\nmark('first_step')"
-        )
+        program = f"""
+import subprocess, sys
+from tests.benchmarks.measure import mark
+mark("rank")
+subprocess.Popen([sys.executable, "-c", {orphan!r}], start_new_session=True)
+mark("first_step")
+"""
         measured = measure([sys.executable, "-c", program], tmp_path, {})
         assert 0 < measured.first_s("rank") <= measured.first_s("first_step") <= measured.exit_s
         assert measured.exit_s < measured.gone_s

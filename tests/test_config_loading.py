@@ -3,6 +3,7 @@
 import pytest
 
 from raytrainer.config import Config, load_config
+from raytrainer.config.data import shared_evenly
 from raytrainer.config.positions import parse_value
 from raytrainer.errors import ConfigError
 
@@ -246,7 +247,7 @@ def test_a_wrong_value_is_named_with_its_rule(write, line, words):
         (
             "256",
             "256\n  micro_batch_size: 256\nscaling: {num_workers: 3}",
-            ["1 microbatches", "write micro_batch_size: 127"],
+            ["1 microbatches", "write micro_batch_size: 86"],
         ),
         ("256", "2\nscaling: {num_workers: 3}", ["2 samples, fewer than the 3 workers"]),
         ("256", "256\n  loader: {prefetch_factor: 2}", ["data.loader.prefetch_factor = 2", "num_workers: 2"]),
@@ -392,3 +393,11 @@ def test_a_mapping_from_python_is_checked_the_same_way_and_not_changed():
     assert mapping["data"]["global_batch_size"] == 4
     with pytest.raises(ConfigError, match="must be a mapping"):
         Config.from_mapping([1])
+
+
+@pytest.mark.parametrize(
+    ("batch", "workers", "size"), [(128, 2, 64), (9, 4, 2), (10, 4, 3), (7, 7, 1), (5, 1, 5), (100, 8, 13)]
+)
+def test_the_default_microbatch_leaves_no_worker_without_one(batch, workers, size):
+    assert shared_evenly(batch, workers) == size
+    assert -(-batch // size) >= workers

@@ -101,6 +101,7 @@ MEANING = (
     "parameters",
     "training.precision",
     "training.ema",
+    "training.determinism",
 )
 
 

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, ConfigDict, Field, PrivateAttr
 
 from raytrainer.config.checkpoint import CheckpointSection
 from raytrainer.config.connection import RaySection
-from raytrainer.config.data import DataSection, ceil_div
+from raytrainer.config.data import DataSection, shared_evenly
 from raytrainer.config.evaluation import EvalSection
 from raytrainer.config.failure import FailureSection
 from raytrainer.config.logging import LoggingSection
@@ -190,6 +190,11 @@ class Config(Section):
         """V: microbatches of a full step."""
         return self.data.num_microbatches
 
+    @property
+    def intra_op_threads(self) -> int:
+        """CPU threads of a kernel where their number is part of the result."""
+        return self.training.intra_op_threads or max(1, int(self.scaling.cpus_per_worker))
+
     def total_steps(self, num_samples: int) -> int:
         """Optimizer steps of the whole run over a training set of `num_samples` samples."""
         return self.training.total_steps(self.data.steps_per_epoch(num_samples))
@@ -223,7 +228,7 @@ class Config(Section):
 
     def _fill_micro_batch_size(self) -> None:
         if self.data.micro_batch_size is None:
-            size = ceil_div(self.data.global_batch_size, self.scaling.max_workers)
+            size = shared_evenly(self.data.global_batch_size, self.scaling.max_workers)
             self._fill("data", self.data.model_copy(update={"micro_batch_size": size}))
 
     def _broken_batches(self) -> Iterator[Broken]:
@@ -235,14 +240,16 @@ class Config(Section):
             fix = f"write data.global_batch_size: {workers} or more, or scaling.num_workers: {batch} or less"
             yield Broken(("data", "global_batch_size"), rule_text, fix)
             return
-        # The largest m with ceil(B / m) >= workers: floor((B - 1) / (workers - 1)).
-        largest = (batch - 1) // (workers - 1)
         rule_text = (
             f"a step has ceil({batch} / {self.data.micro_batch_size}) = {self.data.num_microbatches} "
-            f"microbatches, "
+            "microbatches, "
             f"fewer than the {workers} workers"
         )
-        yield Broken(("data", "micro_batch_size"), rule_text, f"write micro_batch_size: {largest} or less")
+        yield Broken(
+            ("data", "micro_batch_size"),
+            rule_text,
+            f"write micro_batch_size: {shared_evenly(batch, workers)}, which shares it evenly",
+        )
 
     def _broken_scheduler(self) -> Iterator[Broken]:
         path = ("scheduler", "interval")

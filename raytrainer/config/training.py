@@ -87,8 +87,18 @@ class TrainingSection(Section):
         description="torch.compile the model: true, or a mapping of torch.compile's keywords.",
         examples=[True],
     )
-    determinism: Literal["order"] = Field(
-        "order", description="order: the same samples in the same order, whatever the number of workers."
+    determinism: Literal["order", "bitwise"] = Field(
+        "order",
+        description="`order`: the same samples in the same order, whatever the number of workers. `bitwise`: "
+        "the same weights to the bit too, for every number of workers and every resize, on nodes of one "
+        "kind; with deterministic kernels, and gradients summed along a fixed tree.",
+    )
+    intra_op_threads: int | None = Field(
+        None,
+        ge=1,
+        description="CPU threads of a kernel under `determinism: bitwise`, where their number is part of the "
+        "result; null: `scaling.cpus_per_worker`, rounded down. With `order`, the ranks share the cores.",
+        examples=[1],
     )
     early_stopping: EarlyStoppingSection | None = Field(
         None,
@@ -110,12 +120,31 @@ class TrainingSection(Section):
     def broken_rules(self) -> Iterator[Broken]:
         if self.max_epochs is None and self.max_steps is None:
             self._fill("max_epochs", 1)
-        return iter(())
+        if self.determinism == "bitwise":
+            yield from self._broken_compile()
+        elif self.intra_op_threads is not None:
+            rule_text = "has a meaning with determinism: bitwise alone"
+            yield Broken(("intra_op_threads",), rule_text, "leave it out, and set OMP_NUM_THREADS if need be")
+
+    def _broken_compile(self) -> Iterator[Broken]:
+        options = self.compile if isinstance(self.compile, dict) else {}
+        if options.get("dynamic"):
+            rule_text = "kernels for any shape do not give the same bits as those for one"
+            yield Broken(("compile", "dynamic"), rule_text, "write dynamic: false, or determinism: order")
+        if "max-autotune" in str(options.get("mode")) or "autotune" in str(options.get("options")):
+            rule_text = "kernels chosen by a stop-watch are not the same in each process"
+            yield Broken(("compile",), rule_text, "leave out autotuning, or write determinism: order")
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """Optimizer steps of the whole run, for an epoch of `steps_per_epoch` steps."""
         by_epochs = None if self.max_epochs is None else self.max_epochs * steps_per_epoch
         return min(steps for steps in (by_epochs, self.max_steps) if steps is not None)
+
+    @property
+    def compile_options(self) -> dict[str, Any]:
+        """Keywords of torch.compile."""
+        options = self.compile if isinstance(self.compile, dict) else {}
+        return {"dynamic": False, **options} if self.determinism == "bitwise" else options
 
     @property
     def target(self) -> dict[str, int | None]:
