@@ -169,6 +169,7 @@ def _show(report: Report, blocks: dict[str, list[Block]], workload: Workload, sa
                     f"at least {GOAL}": rate.low >= GOAL,
                     "CPU ratio": cpu.mean,
                     "its 90% interval": f"{cpu.low:.3f}-{cpu.high:.3f}",
+                    "no more CPU": cpu.mean <= 1.0,
                     "weights": _in_words(weights),
                 }
             )
