@@ -9,20 +9,22 @@ from __future__ import annotations
 import json
 import math
 import queue
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from raytrainer import event_file
 from raytrainer.rundir import RunDirectory
 from raytrainer.storage import read_lines
 
 Record = dict[str, Any]
 _GATHER_INTERVAL_S = 0.2
 _FLUSH_INTERVAL_S = 1.0
+_UPLOAD_INTERVAL_S = 60.0
 _METRICS_FILE = "metrics.jsonl"
 
 
@@ -54,32 +56,50 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Scalars for TensorBoard under tb/, in a file of this process's own.
+    """Scalars for TensorBoard under tb/; the package is imported with the first record, in the background
+    thread.
 
-    step: where the run stands; TensorBoard then hides what a lost attempt wrote after it.
+    step: where the run stands; TensorBoard then hides what a lost attempt wrote after it. For an object store
+    the file is written here and uploaded now and then, since an object cannot be added to.
     """
 
     def __init__(self, run_dir: RunDirectory, step: int = 0):
-        self._storage = run_dir.storage
-        self._file = f"tb/{event_file.file_name()}"
-        self._storage.make_folder("tb")
-        self._events = [event_file.opening(step, time.time())]
+        self._storage, self._step = run_dir.storage, step
+        self._temporary = tempfile.TemporaryDirectory() if self._storage.is_remote else None
+        self._folder = self._temporary.name if self._temporary else self._storage.path("tb")
+        self._writer: Any = None
+        self._upload_at = time.monotonic() + _UPLOAD_INTERVAL_S
 
     def write(self, record: Record) -> None:
-        values = {
-            key if "/" in key else f"train/{key}": value
+        from tensorboardX import SummaryWriter
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        if self._writer is None:
+            self._writer = SummaryWriter(self._folder, purge_step=self._step + 1, flush_secs=10)
+        values = [
+            Summary.Value(tag=key if "/" in key else f"train/{key}", simple_value=value)
             for key, value in record.items()
             if isinstance(value, int | float) and key not in ("step", "time_s", "total_steps")
-        }
-        self._events.append(event_file.scalars(record["step"], record.get("time_s") or time.time(), values))
+        ]
+        # One event for the whole record: an event for each value costs several times as much.
+        self._writer.file_writer.add_summary(Summary(value=values), record["step"])
 
     def flush(self) -> None:
-        if self._events:
-            self._storage.append(self._file, b"".join(self._events))
-            self._events.clear()
+        """TensorBoard's own writer flushes every ten seconds."""
+        if self._temporary and time.monotonic() >= self._upload_at:
+            self._upload()
 
     def close(self) -> None:
-        self.flush()
+        if self._writer is not None:
+            self._writer.close()
+        if self._temporary:
+            self._upload()
+            self._temporary.cleanup()
+
+    def _upload(self) -> None:
+        for file in Path(self._folder).iterdir():
+            self._storage.write(f"tb/{file.name}", file.read_bytes())
+        self._upload_at = time.monotonic() + _UPLOAD_INTERVAL_S
 
 
 class ObserverSink:

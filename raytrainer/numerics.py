@@ -26,7 +26,7 @@ def numerics_of(config: Config, device: torch.device) -> dict[str, Any]:
     if config.training.determinism != "bitwise":
         return {}
     facts = {
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "cpu": _cpu_model(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "intra_op_threads": torch.get_num_threads(),
@@ -72,7 +72,7 @@ def kernels_as_configured(config: Config, device: torch.device) -> Iterator[None
             return
         settings.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(config.intra_op_threads)
-        settings.enter_context(_deterministic_kernels(device))
+        settings.enter_context(_deterministic_kernels(device, compiled=bool(training.compile)))
         try:
             yield
         except RuntimeError as error:
@@ -83,7 +83,7 @@ def kernels_as_configured(config: Config, device: torch.device) -> Iterator[None
 
 
 @contextlib.contextmanager
-def _deterministic_kernels(device: torch.device) -> Iterator[None]:
+def _deterministic_kernels(device: torch.device, compiled: bool) -> Iterator[None]:
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -93,14 +93,16 @@ def _deterministic_kernels(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         # Read when cuBLAS starts, and by torch before each product.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    # torch's own function also tells the compiler, whose import alone takes seconds.
+    set_mode = torch.use_deterministic_algorithms if compiled else torch._C._set_deterministic_algorithms
+    set_mode(True, warn_only=False)
     # Filling would only matter to a kernel that reads memory that nobody wrote, and costs a pass over it.
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        set_mode(before[0], warn_only=before[1])
         torch.utils.deterministic.fill_uninitialized_memory = filling
         torch.backends.cudnn.benchmark = cudnn
 

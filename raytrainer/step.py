@@ -222,6 +222,7 @@ class GradientStep(MicrobatchStep):
         self._seed(0, 0)
         for _ in range(2):
             self._backward(self._ddp, loaded, max(1, loaded.num_samples), 1.0, False, {})
+            self._refuse_unused_parameters()
         for buffer, value in zip(self._module.buffers(), kept, strict=True):
             buffer.copy_(value)
         self.zero_grad()

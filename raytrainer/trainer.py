@@ -20,8 +20,8 @@ import torch
 from raytrainer import build, checkpoint, loggers
 from raytrainer.config import add_importable
 from raytrainer.data import EvalBatches, build_loader, mix_seed
-from raytrainer.distributed import Process, broadcast_object, broadcast_tensors
-from raytrainer.errors import NonFiniteLossError, RaytrainerError, ResumeError, StorageError
+from raytrainer.distributed import Process, broadcast_object
+from raytrainer.errors import NonFiniteLossError, RaytrainerError, ResumeError, StorageError, UsageError, warn
 from raytrainer.evaluation import evaluate
 from raytrainer.heap import keep_freed_memory
 from raytrainer.manifest import FOLDER, MODEL_FILE, TRAINING_FILE, folder_name, list_checkpoints
@@ -78,6 +78,8 @@ class Trainer:
         run_dir: RunDirectory | None = None,
         started_at: float | None = None,
     ):
+        if config.script is not None:
+            raise UsageError("a config with a script has nothing to train: use raytrainer.run, or launch")
         self.config = config
         self.process = process or Process.from_environment()
         self._observer = observer or (lambda record: None)
@@ -86,6 +88,7 @@ class Trainer:
         self._started_at = started_at or time.time()
         self._first_step_at: float | None = None
         self._mark: StepMark | None = None
+        self._named: set[int] = set()  # samples left out that were told already
 
     def train(self) -> Result:
         """Trains to the end, or to a wish to stop; resumes from the run directory's newest checkpoint."""
@@ -370,9 +373,7 @@ class Trainer:
                     "  lower optimizer.lr or set training.gradient_clip_norm; "
                     "training.on_nan: skip leaves such steps out"
                 )
-            warnings.warn(
-                f"the loss of step {votes.step} is {votes.loss}: its update is left out", stacklevel=2
-            )
+            warn(f"the loss of step {votes.step} is {votes.loss}: its update is left out")
         return stop, healthy
 
     def _settle_votes(self) -> None:
@@ -383,11 +384,25 @@ class Trainer:
         progress = self.state.progress
         if self._microbatches is None:
             self.sampler.set_position(progress.epoch, progress.step_in_epoch)
-            loaded = self._timer.timed(iter(self._loader))
+            loaded = self._naming_what_is_left_out(self._timer.timed(iter(self._loader)))
             self._microbatches = ahead_of_use(loaded, self.device)
             if self._first_step_at is None:
                 self._microbatches = self._warm_up(self._microbatches)
         return self._microbatches
+
+    def _naming_what_is_left_out(self, microbatches: Iterator[Any]) -> Iterator[Any]:
+        """The same microbatches; each sample left out is named once, by the rank that met it."""
+        if self.config.data.on_bad_sample != "skip":
+            return microbatches
+        return self._with_names(microbatches)
+
+    def _with_names(self, microbatches: Iterator[Any]) -> Iterator[Any]:
+        for loaded in microbatches:
+            for sample in loaded.skipped:
+                if sample.index not in self._named:
+                    self._named.add(sample.index)
+                    warn(f"{sample.name} is left out: {sample.reason}")
+            yield loaded
 
     def _warm_up(self, microbatches: Iterator[Any]) -> Iterator[Any]:
         """Shows the first microbatch to the gradient step beforehand (see `GradientStep.warm_up`)."""
@@ -475,8 +490,6 @@ class Trainer:
             batches = EvalBatches(len(self.data.eval), size, process.rank, process.world_size)
             self._eval_loader = self._build_loader(self.data.eval, batches, "data.eval")
         model = self.state.evaluated_model
-        if self.state.ema is not None:
-            broadcast_tensors(model.buffers(), process.world_size)
         task.model, trained = model, task.model
         try:
             return evaluate(
@@ -562,7 +575,9 @@ class Trainer:
             steps=progress.step,
             epochs=progress.epoch,
             samples_seen=progress.samples_seen,
-            **(self._history() if self.process.is_first else {}),
+            skipped_samples=progress.skipped_samples,
+            skipped_updates=progress.skipped_updates,
+            **(self._run_dir.history() if self.process.is_first else {}),
             metrics={name: float(value) for name, value in progress.metrics.items()},
             best=best,
             weights_sha256=weights,
@@ -573,18 +588,6 @@ class Trainer:
             checkpoint=f"{FOLDER}/{folder_name(progress.step)}" if progress.step else None,
             run_dir=self._run_dir.root,
         )
-
-    def _history(self) -> dict[str, Any]:
-        """What the events of all attempts say: the numbers of ranks in order, and the steps lost in all."""
-        begun = [event for event in self._run_dir.events() if event["event"] in ("started", "resumed")]
-        sizes = [event["world_size"] for event in begun]
-        lost = [event.get("lost_steps", 0) for event in begun]
-        return {
-            "world_sizes": [
-                size for index, size in enumerate(sizes) if index == 0 or size != sizes[index - 1]
-            ],
-            "lost_steps": None if None in lost else sum(lost),
-        }
 
     # Randomness and precision -------------------------------------------------------------------------------
 

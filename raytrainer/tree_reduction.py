@@ -29,8 +29,8 @@ class TreeReduction:
     """Sums the gradients of `parameters` over the microbatches of a step; a missing one counts as zeros.
 
     In a step: `begin`, then for each local microbatch `expect`, a backward pass with all gradients None
-    before it, and `add`; then `finish`, after which every parameter's `.grad` is the sum over all ranks.
-    During the last local backward pass a bucket is sent off as soon as its gradients are there.
+    before it, and `add`; then `finish`, after which every parameter's `.grad` is the sum over all ranks. In
+    the last local backward pass a bucket is sent off as soon as its gradients are there.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], process: Process):
@@ -143,8 +143,7 @@ class _Bucket:
             self._flat[self._depth - 1].add_(self._flat[self._depth])
 
     def ship(self, plan: Exchange) -> None:
-        """Starts sending rank p the p-th part of each of our nodes; the j-th nodes of all ranks go
-        together."""
+        """Starts sending rank p the p-th part of each of our nodes; all ranks' j-th nodes go together."""
         num_nodes = [len(local.nodes) for local in plan.local]
         world_size, rank = self._process.world_size, self._process.rank
         received = self._rows(max(sum(num_nodes), world_size))
@@ -219,8 +218,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _row_numbers(num_nodes: list[int]) -> dict[tuple[int, int], int]:
-    """(rank, j) -> the row where rank's j-th node arrives; node 0 of rank 0, where the root ends
-    up, is row 0."""
+    """(rank, j) -> the row where rank's j-th node arrives; the first, where the root ends up, is row 0."""
     numbers: dict[tuple[int, int], int] = {}
     for j in range(max(num_nodes)):
         for rank, count in enumerate(num_nodes):
@@ -265,7 +263,7 @@ def refuse_sparse_gradients(model: nn.Module) -> None:
                 Problem(
                     "config",
                     "training.determinism",
-                    f"{name} is a {type(module).__name__} with sparse gradients: no fixed order of sums",
+                    f"{name} has sparse gradients ({type(module).__name__}), whose sum has no fixed order",
                     "bitwise",
                     "make it with sparse=False, or write determinism: order",
                 )

@@ -17,7 +17,7 @@ FLOORS = {
     0: ["raytrainer", "errors", "config"],
     1: [
         # no torch in these
-        "console", "event_file", "heap", "manifest", "policy", "result", "resume", "rundir", "step_mark",
+        "console", "heap", "manifest", "policy", "result", "resume", "rundir", "step_mark",
         "storage", "table",
         # torch, and none of the loop
         "buffers", "checkpoint", "data", "deferred", "distributed", "fingerprint", "loggers", "models",
@@ -25,7 +25,7 @@ FLOORS = {
     ],
     2: ["build", "evaluation", "preflight", "state", "step", "task", "tasks", "trainer", "tree_step",
     "voting"], 3: ["export", "finished", "predict", "reports", "runs"], 4: ["cluster"], 5: ["__main__", "api",
-    "cli", "new_project"],
+    "cli", "launch_options", "new_project"],
 }  # fmt: skip
 
 # Only this package may import ray.
@@ -33,8 +33,9 @@ KNOWS_RAY = "cluster"
 
 # What the user's own process, Ray's controller and `--help` load; each costs its import of torch otherwise.
 WITHOUT_TORCH = (
-    "__main__", "api", "cli", "config", "new_project", "runs",
-    "cluster.run", "cluster.local", "cluster.ray_run", "cluster.ray_train",
+    "__main__", "api", "cli", "config", "launch_options", "new_project", "runs",
+    "cluster.run", "cluster.local", "cluster.launch", "cluster.script_rank", "cluster.ray_run",
+    "cluster.ray_train",
 )  # fmt: skip
 # Of these, what `raytrainer --help` and `validate` load: no ray either.
 WITHOUT_RAY = ("__main__", "api", "cli", "config", "new_project", "runs", "cluster.run", "cluster.local")

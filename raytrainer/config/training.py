@@ -89,9 +89,9 @@ class TrainingSection(Section):
     )
     determinism: Literal["order", "bitwise"] = Field(
         "order",
-        description="`order`: the same samples in the same order, whatever the number of workers. `bitwise`: "
-        "the same weights to the bit too, for every number of workers and every resize, on nodes of one "
-        "kind; with deterministic kernels, and gradients summed along a fixed tree.",
+        description="`order`: the same samples in the same order, whatever the number of workers. "
+        "`bitwise`: the same weights to the bit too, for every number of workers and after every resize, "
+        "on nodes of one kind; with deterministic kernels, and gradients summed along a fixed tree.",
     )
     intra_op_threads: int | None = Field(
         None,

@@ -23,6 +23,7 @@ _MODELS = {
     # Without dropout, whose draws no two loops make alike: then equal weights prove equal work.
     "small_cnn": {"_target_": "raytrainer.models.SmallCnn", "dropout": 0.0},
     "mlp": {"_target_": "tests.benchmarks.models.mlp"},
+    "resnet18": {"_target_": "tests.benchmarks.models.resnet18"},
     "linear": {"_target_": "tests.benchmarks.models.linear"},
 }
 

@@ -18,9 +18,13 @@ class TurnsTask(Task):
 
     def __init__(self) -> None:
         self._turns = join_turns()
+        self._counted_step: int | None = None
 
     def training_step(self, batch: Any) -> Any:
-        self._turns.step()
+        # A step may have several microbatches, and on more than two ranks the first is warmed up for.
+        if self.step != self._counted_step:
+            self._turns.step()
+            self._counted_step = self.step
         return super().training_step(batch)
 
 
