@@ -74,6 +74,7 @@ def environment_of(workload: Workload, folder: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(paths),
         "BENCH_FOLDER": str(folder),
         "CUDA_VISIBLE_DEVICES": "",
+        "RAY_ADDRESS": "local",  # else a script joins whatever cluster it finds on this machine
         **workload.to_environment(),
     }
 
