@@ -32,7 +32,6 @@ SINKS = {"all sinks": ["console", "jsonl", "tensorboard"], "jsonl alone": ["json
 ARMS = {
     "off": (NEVER, "jsonl alone"),
     "every 50 steps, all sinks": (50, "all sinks"),
-    "every step, jsonl alone": (1, "jsonl alone"),
     "every step, all sinks": (1, "all sinks"),
 }
 

@@ -74,6 +74,7 @@ def environment_of(workload: Workload, folder: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(paths),
         "BENCH_FOLDER": str(folder),
         "CUDA_VISIBLE_DEVICES": "",
+        "RAY_ADDRESS": "local",  # else a script joins whatever cluster it finds on this machine
         **workload.to_environment(),
     }
 
@@ -169,6 +170,7 @@ def _show(report: Report, blocks: dict[str, list[Block]], workload: Workload, sa
                     f"at least {GOAL}": rate.low >= GOAL,
                     "CPU ratio": cpu.mean,
                     "its 90% interval": f"{cpu.low:.3f}-{cpu.high:.3f}",
+                    "no more CPU": cpu.mean <= 1.0,
                     "weights": _in_words(weights),
                 }
             )
