@@ -20,7 +20,7 @@ import torch
 from raytrainer import build, checkpoint, ledger_files, loggers
 from raytrainer.config import add_importable
 from raytrainer.data import EvalBatches, build_loader, mix_seed
-from raytrainer.distributed import Process, broadcast_object
+from raytrainer.distributed import Process, broadcast_object, broadcast_tensors
 from raytrainer.errors import NonFiniteLossError, RaytrainerError, ResumeError, StorageError, UsageError, warn
 from raytrainer.evaluation import evaluate
 from raytrainer.finished_step import FinishedStep
@@ -537,6 +537,8 @@ class Trainer:
             batches = EvalBatches(len(self.data.eval), size, process.rank, process.world_size)
             self._eval_loader = self._build_loader(self.data.eval, batches, "data.eval")
         model = self.state.evaluated_model
+        if self.state.ema is not None:
+            broadcast_tensors(model.buffers(), process.world_size)
         task.model, trained = model, task.model
         try:
             return evaluate(
