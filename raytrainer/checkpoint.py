@@ -215,6 +215,7 @@ class CheckpointWriter:
         self._num_to_keep, self._monitor, self._mode = num_to_keep, monitor, mode
         self._on_commit = on_commit
         self._error: BaseException | None = None
+        self._closing, self._closed = threading.Lock(), False
         self._abandoned = threading.Event()
         self._queue: queue.Queue[Snapshot | None] = queue.Queue(maxsize=1)
         self._thread = threading.Thread(target=self._work, name="checkpoint-writer", daemon=True)
@@ -231,21 +232,35 @@ class CheckpointWriter:
             raise self._error
 
     def close(self) -> None:
-        """Waits until everything handed over is durable; raises what stopped the writer."""
-        self._queue.put(None)
-        self._thread.join()
+        """Waits until everything handed over is durable; raises what stopped the writer.
+
+        May be called again, and in any thread.
+        """
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self._queue.put(None)
+                self._thread.join()
         self.check()
+
+    def close_with(self, snapshot: Snapshot) -> None:
+        """Closes, and commits one more in this thread; the training thread may have closed already."""
+        self.close()
+        self._commit(snapshot)
 
     def _work(self) -> None:
         while (snapshot := self._queue.get()) is not None:
             if self._error is not None:
                 continue  # takes what is handed over, so that nobody waits for a writer that has failed
             try:
-                info = self._save_with_retries(snapshot)
-                self._on_commit(info)
-                self._delete_old()
+                self._commit(snapshot)
             except BaseException as error:  # carried to the training thread, which raises it
                 self._error = error
+
+    def _commit(self, snapshot: Snapshot) -> None:
+        info = self._save_with_retries(snapshot)
+        self._on_commit(info)
+        self._delete_old()
 
     def _save_with_retries(self, snapshot: Snapshot) -> CheckpointInfo:
         """A storage that is away for a minute does not end a run; a full or read-only one does at once."""

@@ -590,9 +590,8 @@ class Trainer:
         if snapshot is None or snapshot.step <= committed_step:
             return None
         if self.process.is_first:
-            # Its own writer, which may be busy with the checkpoint before.
-            self._writer.submit(snapshot)
-            self._writer.close()
+            # Its own writer, which may be busy with the checkpoint before, or closed where training failed.
+            self._writer.close_with(snapshot)
             return snapshot.step
         ledger_files.delete_after(self._run_dir.storage, committed_step)
         info = checkpoint.save(self._run_dir, snapshot)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -42,18 +41,10 @@ def ranks_of_this_process():
     return found
 
 
-class KillAt:
-    """An observer that kills ranks once, when `step` is logged."""
-
-    def __init__(self, step, *ranks):
-        self.step, self.ranks, self.done = step, ranks, False
-
-    def __call__(self, record):
-        if record.get("step") == self.step and "loss" in record and not self.done:
-            self.done = True
-            pids = ranks_of_this_process()
-            for rank in self.ranks:
-                os.kill(pids[rank], signal.SIGKILL)
+def killed_at(tmp_path, step, rank):
+    """The override that has `rank` killed once, in the step after `step` finished ones."""
+    target = "tests.training.DyingTask"
+    return f"task={{_target_: {target}, folder: '{tmp_path}', step: {step}, rank: {rank}}}"
 
 
 def events(run_dir, name):
@@ -79,7 +70,7 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_lost_rank_costs_at_most_one_step_at_any_checkpoint_interval(tmp_path, whole, rank):
     """Killed rank 0 too: the others know BatchNorm's statistics, which only its microbatch changes."""
-    result = run(tmp_path, 3, "killed", *HARD, observer=KillAt(9, rank))
+    result = run(tmp_path, 3, "killed", *HARD, killed_at(tmp_path, 8, rank))
     assert (result.status, result.restarts, result.steps) == ("finished", 1, 15)
     assert result.lost_steps <= 1
     (resumed,) = events(result.run_dir, "resumed")
@@ -109,7 +100,7 @@ SNAPSHOT = "checkpoint={every: {steps: 1000}, snapshot: {steps: 2}}"
 def test_where_no_rank_survives_the_last_snapshot_does(tmp_path):
     wanted = [*HARD[:4], "logging.ledger=true", SNAPSHOT]
     undisturbed = run(tmp_path, 1, "whole", *wanted)
-    result = run(tmp_path, 1, "killed", *wanted, observer=KillAt(9, 0))
+    result = run(tmp_path, 1, "killed", *wanted, killed_at(tmp_path, 9, 0))
     assert (result.status, result.restarts, result.steps) == ("finished", 1, 15)
     assert result.lost_steps <= 4
     assert events(result.run_dir, "resumed")[0]["step"] >= 6

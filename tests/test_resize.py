@@ -10,7 +10,7 @@ from raytrainer.cluster import local, sizes
 from raytrainer.cluster.run import run as run_config
 from raytrainer.cluster.signals import RESIZE, StopSignal
 from raytrainer.cluster.sizes import Bounds, Resizing, Slots
-from tests.test_crash import HARD, KillAt, events, run, weights_of
+from tests.test_crash import HARD, events, killed_at, run, weights_of
 from tests.training import config
 
 
@@ -84,14 +84,12 @@ def test_growing_and_shrinking_lose_no_step_and_no_sample(tmp_path, opened):
 
 def test_a_lost_slot_is_left_without_trying_the_old_size(tmp_path):
     slots = Slots(3)
-    kill = KillAt(7, 1)
 
     def lose(record):
-        if record.get("step") == 7 and "loss" in record:
+        if record.get("event") == "worker_failed":
             slots.set(2)
-        kill(record)
 
-    result = elastic(tmp_path, "lost", slots, lose)
+    result = elastic(tmp_path, "lost", slots, lose, killed_at(tmp_path, 7, 1))
     assert (result.status, result.world_sizes) == ("finished", [3, 2])
     assert result.lost_steps <= 1
     (resized,) = events(result.run_dir, "resized")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,21 @@ class StopAtStep:
 
 def train(config: Config, stop_at: int | None = None) -> Result:
     return Trainer(config, stop=None if stop_at is None else StopAtStep(stop_at)).train()
+
+
+class DyingTask(Task):
+    """Rank `rank` is killed once, in the step after `step` finished ones; `folder` holds what tells of it."""
+
+    def __init__(self, folder: str, step: int, rank: int):
+        self.folder, self.deadly_step, self.deadly_rank = folder, step, rank
+
+    def training_step(self, batch: Any) -> Any:
+        if self.step == self.deadly_step and os.environ.get("RANK", "0") == str(self.deadly_rank):
+            told = Path(self.folder, "killed_once")
+            if not told.exists():
+                told.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch)
 
 
 class GatedTask(Task):
