@@ -16,6 +16,7 @@ from tests.training import config
 
 BITWISE = "training.determinism=bitwise"
 BF16 = [BITWISE, "training.precision=bf16-mixed"]
+FP16 = [BITWISE, "training.precision=fp16-mixed"]
 TURNS = [BITWISE, "task={_target_: tests.bitwise_ranks.TwoOptimizers}"]
 UNUSED = ["training.find_unused_parameters=true"]
 SKIP = [
@@ -44,11 +45,13 @@ def ends(tmp_path_factory):
         Job("history", 1, [BITWISE], stop_at=4),
         Job("history", 2, [BITWISE]),
         Job("bf16", 3, BF16),
+        Job("fp16", 3, FP16),
         Job("turns", 3, TURNS),
         Job("skip", 3, SKIP),
         Job("order", 3, UNUSED),
         Job("one", 1, [BITWISE]),
         Job("one_bf16", 1, BF16),
+        Job("one_fp16", 1, FP16),
         Job("one_turns", 1, TURNS),
         Job("one_skip", 1, SKIP),
         Job("one_order", 1, UNUSED),
@@ -66,6 +69,7 @@ def ends(tmp_path_factory):
         ("history", "one"),
         ("skip", "one_skip"),
         ("bf16", "one_bf16"),
+        ("fp16", "one_fp16"),
         ("turns", "one_turns"),
     ],
 )
@@ -117,9 +121,16 @@ class SparseTokens(nn.Module):
         self.tokens = nn.Embedding(10, 4, sparse=True)
 
 
-def test_sparse_gradients_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="tokens has sparse gradients"):
-        training.train(config(tmp_path, BITWISE, objects={"model": SparseTokens()}))
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (SparseTokens(), "tokens is of type Embedding: its gradients are sparse"),
+        (nn.Sequential(nn.Linear(8, 4), nn.SyncBatchNorm(4)), "1 is of type SyncBatchNorm"),
+    ],
+)
+def test_what_has_no_fixed_sum_is_refused(tmp_path, model, reason):
+    with pytest.raises(ConfigError, match=reason):
+        training.train(config(tmp_path, BITWISE, objects={"model": model}))
 
 
 @pytest.mark.parametrize(
