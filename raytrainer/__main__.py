@@ -6,11 +6,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-import typer
-
-from raytrainer.cli import app
-from raytrainer.errors import RaytrainerError
-
 SIGINT_EXIT_CODE = 130
 
 
@@ -20,12 +15,27 @@ def main(args: Sequence[str] | None = None) -> int:
     An exception that raytrainer does not raise on purpose is a fault of its own and keeps its traceback.
     """
     try:
+        return _run(args)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return SIGINT_EXIT_CODE
+
+
+def _run(args: Sequence[str] | None) -> int:
+    # Imported here, where a Ctrl-C that comes while they load is answered too.
+    import typer
+
+    from raytrainer.cli import app
+    from raytrainer.errors import RaytrainerError, show_warnings_in_one_line
+
+    show_warnings_in_one_line()
+    try:
         result = app(args=None if args is None else list(args), prog_name="raytrainer", standalone_mode=False)
         sys.stdout.flush()
     except RaytrainerError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except (KeyboardInterrupt, typer.Abort):
+    except typer.Abort:
         return SIGINT_EXIT_CODE
     except BrokenPipeError:
         # The reader has gone (`raytrainer schema | head`): nothing more is written, not at exit either.

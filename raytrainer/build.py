@@ -13,7 +13,7 @@ from raytrainer import optim
 from raytrainer.checkpoint import read_weights
 from raytrainer.config import callable_from, instantiate, takes
 from raytrainer.data import ElasticBatchSampler, inspect_dataset
-from raytrainer.errors import ConfigError, Problem, TargetError
+from raytrainer.errors import CheckpointError, ConfigError, Problem, TargetError
 from raytrainer.evaluation import check_metric
 from raytrainer.task import Task
 
@@ -83,9 +83,17 @@ def build_model(config: Config, device: torch.device) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TargetError(f"model: it makes a {type(model).__name__}, not a torch.nn.Module")
     if config.init_from is not None:
-        load_weights(model, read_weights(config.init_from), config.init_from)
+        load_weights(model, _weights_to_start_from(config.init_from), config.init_from)
     optim.freeze(model, config.parameters.freeze)
     return model.to(device)
+
+
+def _weights_to_start_from(address: str) -> dict[str, torch.Tensor]:
+    try:
+        return read_weights(address)
+    except CheckpointError as error:
+        fix = "write a run directory, a checkpoint folder in one, or a .safetensors file"
+        raise ConfigError(Problem("config", "init_from", str(error), address, fix)) from error
 
 
 def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: str) -> None:

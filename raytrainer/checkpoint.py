@@ -8,19 +8,19 @@ append, and so holds on object stores too.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import queue
 import threading
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 import torch
 
-from raytrainer.errors import CheckpointError, StorageError
+from raytrainer.errors import CheckpointError, StorageError, warn
 from raytrainer.manifest import (
     FOLDER,
     FORMAT,
@@ -32,6 +32,7 @@ from raytrainer.manifest import (
     folder_name,
     list_checkpoints,
     read_info,
+    unreadable_checkpoints,
 )
 from raytrainer.rundir import RunDirectory
 from raytrainer.storage import Storage, open_storage
@@ -74,11 +75,16 @@ class _HashingFile:
         self._file = file
         self._digest = hashlib.sha256()
         self.num_bytes = 0
+        self.error: OSError | None = None
 
     def write(self, content: Any) -> int:
         self._digest.update(content)
         self.num_bytes += memoryview(content).nbytes
-        return self._file.write(content)
+        try:
+            return self._file.write(content)
+        except OSError as error:
+            self.error = error  # torch.save goes on to hide it behind errors of its own
+            raise
 
     def flush(self) -> None:
         self._file.flush()
@@ -97,7 +103,12 @@ def save(run_dir: RunDirectory, snapshot: Snapshot) -> CheckpointInfo:
     for file_name, state in ((MODEL_FILE, snapshot.model), (TRAINING_FILE, snapshot.training)):
         with storage.writing(f"{folder}/{file_name}") as file:
             hashing = _HashingFile(file)
-            torch.save(state, hashing)
+            try:
+                torch.save(state, hashing)
+            except RuntimeError:
+                if hashing.error is not None:
+                    raise hashing.error from None
+                raise
         files[file_name] = hashing.entry
     if not run_dir.owns():
         raise StorageError(f"{run_dir.root} was taken over by a later run: nothing more is written to it")
@@ -138,11 +149,13 @@ def load_latest(storage: Storage) -> tuple[CheckpointInfo, dict[str, Any], dict[
     A damaged one is skipped with a warning. Raises CheckpointError when there are some and all are damaged.
     """
     infos = list_checkpoints(storage)
+    for name in unreadable_checkpoints(storage, infos):
+        warn(f"{storage.path(FOLDER)}/{name}/{MANIFEST} is damaged; going without it")
     for info in reversed(infos):
         try:
             model, training = load_files(storage, f"{FOLDER}/{info.name}", info, (MODEL_FILE, TRAINING_FILE))
         except CheckpointError as error:
-            warnings.warn(f"{error}; going back to the checkpoint before it", stacklevel=2)
+            warn(f"{error}; going back to the checkpoint before it")
             continue
         return info, model, training
     if infos:
@@ -233,10 +246,12 @@ class CheckpointWriter:
             try:
                 return save(self._run_dir, snapshot)
             except StorageError as error:
+                with contextlib.suppress(StorageError):  # half a checkpoint would only fill the disk further
+                    self._run_dir.storage.delete(f"{FOLDER}/{folder_name(snapshot.step)}")
                 cause = error.__cause__
                 if wait_s is None or not isinstance(cause, OSError) or cause.errno in _HOPELESS:
                     raise
-                warnings.warn(f"{error}; trying again in {wait_s} s", stacklevel=2)
+                warn(f"{error}; trying again in {wait_s} s")
                 self._abandoned.wait(wait_s)
         raise AssertionError("unreachable")
 

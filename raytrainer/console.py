@@ -118,6 +118,8 @@ def describe_event(record: Record) -> str | None:
         return f"checkpoint at step {record['step']}"
     if event == "worker_failed":
         return _describe_failure(record)
+    if event in ("waiting", "shipping"):
+        return record["message"]
     details = " ".join(f"{key}={value}" for key, value in record.items() if key not in ("event", "time_s"))
     return f"{event.replace('_', ' ')} {details}".rstrip()
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from raytrainer.errors import ClusterRequestError
+
 
 @dataclass(frozen=True)
 class Process:
@@ -48,6 +50,11 @@ class Process:
 
     def device(self, wants_gpu: bool | None) -> torch.device:
         """The device of this rank. wants_gpu: True, False, or None for a GPU where there is one."""
+        if wants_gpu and not torch.cuda.is_available():
+            raise ClusterRequestError(
+                "scaling.gpus_per_worker asks for a GPU, and torch sees none here\n"
+                "  write scaling.gpus_per_worker: 0, or auto; or look at nvidia-smi and torch.version.cuda"
+            )
         if wants_gpu is False or not torch.cuda.is_available():
             return torch.device("cpu")
         # A launcher may show this process its own card alone, or every card of the node.

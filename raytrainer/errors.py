@@ -12,6 +12,7 @@
         ├── SampleError                 a sample that cannot be loaded, or has a label outside the classes
         ├── NonFiniteLossError          NaN or infinity where the config says stop
         ├── WorkerError                 an exception in one rank's user code
+        ├── ScriptError                 a launched script that failed; has the script's own exit code
         ├── WorkerLostError             a rank's process died
         ├── CheckpointError             no checkpoint can be read
         └── StorageError                the run directory cannot be written
@@ -22,7 +23,9 @@ The command line prints `str(error)` and no traceback; `exit_code` is the proces
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
+from typing import Any
 
 
 class RaytrainerError(Exception):
@@ -108,6 +111,17 @@ class WorkerError(TrainingError):
     """An exception in one rank, with the user's own frames first."""
 
 
+class ScriptError(TrainingError):
+    """A launched script failed: the first rank that did, its last words, and its own exit code."""
+
+    def __init__(self, message: str, exit_code: int = 1):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+    def __reduce__(self):
+        return type(self), (str(self), self.exit_code)
+
+
 class WorkerLostError(TrainingError):
     """A rank's process died: its signal or exit code, and what probably killed it."""
 
@@ -118,3 +132,27 @@ class CheckpointError(TrainingError):
 
 class StorageError(TrainingError):
     """The run directory cannot be written or read."""
+
+
+class RaytrainerWarning(UserWarning):
+    """Something that a user should know and that stops nothing; shown as one line."""
+
+
+def warn(message: str) -> None:
+    """Says `message` through Python's warnings, so that tests and filters see it too."""
+    warnings.warn(message, RaytrainerWarning, stacklevel=3)
+
+
+def show_warnings_in_one_line() -> None:
+    """Has this process print raytrainer's own warnings as `warning: ...`, without Python's file and line."""
+    usual = warnings.formatwarning
+    if getattr(usual, "in_one_line", False):
+        return
+
+    def formatted(message: Warning | str, category: type[Warning], *place: Any, **line: Any) -> str:
+        if issubclass(category, RaytrainerWarning):
+            return f"warning: {message}\n"
+        return usual(message, category, *place, **line)
+
+    formatted.in_one_line = True
+    warnings.formatwarning = formatted

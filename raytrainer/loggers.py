@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import math
 import queue
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +22,9 @@ from raytrainer.rundir import RunDirectory
 from raytrainer.storage import read_lines
 
 Record = dict[str, Any]
+_GATHER_INTERVAL_S = 0.2
 _FLUSH_INTERVAL_S = 1.0
+_UPLOAD_INTERVAL_S = 60.0
 _METRICS_FILE = "metrics.jsonl"
 
 
@@ -52,27 +56,50 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Scalars under tb/; the package is imported with the first record, in the background thread."""
+    """Scalars for TensorBoard under tb/; the package is imported with the first record, in the background
+    thread.
 
-    def __init__(self, run_dir: RunDirectory):
-        self._folder = run_dir.storage.path("tb")
+    step: where the run stands; TensorBoard then hides what a lost attempt wrote after it. For an object store
+    the file is written here and uploaded now and then, since an object cannot be added to.
+    """
+
+    def __init__(self, run_dir: RunDirectory, step: int = 0):
+        self._storage, self._step = run_dir.storage, step
+        self._temporary = tempfile.TemporaryDirectory() if self._storage.is_remote else None
+        self._folder = self._temporary.name if self._temporary else self._storage.path("tb")
         self._writer: Any = None
+        self._upload_at = time.monotonic() + _UPLOAD_INTERVAL_S
 
     def write(self, record: Record) -> None:
-        if self._writer is None:
-            from tensorboardX import SummaryWriter
+        from tensorboardX import SummaryWriter
+        from tensorboardX.proto.summary_pb2 import Summary
 
-            self._writer = SummaryWriter(self._folder, flush_secs=10)
-        for key, value in record.items():
-            if isinstance(value, int | float) and key not in ("step", "time_s"):
-                self._writer.add_scalar(key if "/" in key else f"train/{key}", value, record["step"])
+        if self._writer is None:
+            self._writer = SummaryWriter(self._folder, purge_step=self._step + 1, flush_secs=10)
+        values = [
+            Summary.Value(tag=key if "/" in key else f"train/{key}", simple_value=value)
+            for key, value in record.items()
+            if isinstance(value, int | float) and key not in ("step", "time_s", "total_steps")
+        ]
+        # One event for the whole record: an event for each value costs several times as much.
+        self._writer.file_writer.add_summary(Summary(value=values), record["step"])
 
     def flush(self) -> None:
         """TensorBoard's own writer flushes every ten seconds."""
+        if self._temporary and time.monotonic() >= self._upload_at:
+            self._upload()
 
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+        if self._temporary:
+            self._upload()
+            self._temporary.cleanup()
+
+    def _upload(self) -> None:
+        for file in Path(self._folder).iterdir():
+            self._storage.write(f"tb/{file.name}", file.read_bytes())
+        self._upload_at = time.monotonic() + _UPLOAD_INTERVAL_S
 
 
 class ObserverSink:
@@ -98,6 +125,7 @@ class Logger:
         self._sinks = sinks
         self._error: BaseException | None = None
         self._queue: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="logger", daemon=True)
         self._thread.start()
 
@@ -112,6 +140,7 @@ class Logger:
 
     def close(self) -> None:
         """Waits until everything is written; raises what a sink failed with."""
+        self._closing.set()
         self._queue.put(None)
         self._thread.join()
         self.check()
@@ -125,24 +154,34 @@ class Logger:
     def _write_until_closed(self) -> None:
         flush_at: float | None = None
         while True:
-            try:
-                wait_s = None if flush_at is None else max(0.0, flush_at - time.monotonic())
-                record = self._queue.get(timeout=wait_s)
-            except queue.Empty:
-                record = {}
-            if record is None:
+            records = self._next_records(flush_at)
+            for record in records:
+                if record is not None:
+                    plain = {key: _plain(value) for key, value in record.items()}
+                    for sink in self._sinks:
+                        sink.write(plain)
+            if None in records:
                 break
-            if record:
-                record = {key: _plain(value) for key, value in record.items()}
-                for sink in self._sinks:
-                    sink.write(record)
-                flush_at = flush_at or time.monotonic() + _FLUSH_INTERVAL_S
+            if records and flush_at is None:
+                flush_at = time.monotonic() + _FLUSH_INTERVAL_S
             if flush_at is not None and time.monotonic() >= flush_at:
                 for sink in self._sinks:
                     sink.flush()
                 flush_at = None
         for sink in self._sinks:
             sink.close()
+
+    def _next_records(self, flush_at: float | None) -> list[Record | None]:
+        """What has come, gathered for a moment; None is the end. Empty where it is time to flush first."""
+        records: list[Record | None] = []
+        try:
+            records.append(self._queue.get(timeout=flush_at and max(0.0, flush_at - time.monotonic())))
+            # A thread that wakes for each record costs a short step more than writing the record does.
+            self._closing.wait(_GATHER_INTERVAL_S)
+            while True:
+                records.append(self._queue.get_nowait())
+        except queue.Empty:
+            return records
 
 
 class NoLogger:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from raytrainer.errors import warn
 from raytrainer.storage import Storage
 
 FORMAT = 1
@@ -40,7 +40,7 @@ def read_info(storage: Storage, folder: str) -> CheckpointInfo | None:
     try:
         manifest = json.loads(storage.read(path))
         if manifest["format"] != FORMAT:
-            warnings.warn(f"checkpoint {name} has format {manifest['format']}, not {FORMAT}", stacklevel=2)
+            warn(f"checkpoint {name} has format {manifest['format']}, not {FORMAT}")
             return None
         return CheckpointInfo(
             name, *(manifest[key] for key in ("step", "epoch", "files", "meaning", "metrics"))
@@ -63,3 +63,10 @@ def choose_best(infos: list[CheckpointInfo], monitor: str | None, mode: str) -> 
         return None
     sign = 1 if mode == "max" else -1
     return max(scored, key=lambda info: (sign * info.metrics[monitor], -info.step))
+
+
+def unreadable_checkpoints(storage: Storage, readable: list[CheckpointInfo]) -> list[str]:
+    """Names of those that have a manifest which says nothing: damaged, or another format's."""
+    known = {info.name for info in readable}
+    names = [name for name in storage.list(FOLDER) if name not in known]
+    return [name for name in names if storage.exists(f"{FOLDER}/{name}/{MANIFEST}")]

@@ -12,8 +12,10 @@ class Result:
     """status: finished, failed or stopped; steps and epochs: finished ones since the very beginning of the
     run.
 
-    samples_seen counts the samples of those steps; lost_steps those that were computed and thrown away (None:
-    not known, on an object store); world_sizes in the order in which they were used; metrics has the last
+    samples_seen counts the samples of those steps, skipped_samples those of them that could not be loaded
+    (on_bad_sample: skip), skipped_updates the steps whose update was left out (on_nan: skip, fp16's scaler);
+    lost_steps those that were computed and thrown away (None: not known, on an object store); world_sizes in
+    the order in which they were used; metrics has the last
     value of each metric and best the best checkpoint ({"step", "metric", "value", "checkpoint"}) or None.
     weights_sha256 covers the raw weights, never the EMA; state_sha256 optimizers, schedules, scaler, EMA and
     position. target: the config's max_epochs and max_steps, which tell a finished run from one to go on with.
@@ -24,6 +26,8 @@ class Result:
     steps: int = 0
     epochs: int = 0
     samples_seen: int = 0
+    skipped_samples: int = 0
+    skipped_updates: int = 0
     world_sizes: list[int] = field(default_factory=list)
     restarts: int = 0
     lost_steps: int | None = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from raytrainer.config import difference
-from raytrainer.errors import ResumeError
+from raytrainer.errors import ConfigError, ResumeError
 from raytrainer.manifest import list_checkpoints
 
 if TYPE_CHECKING:
@@ -35,13 +35,21 @@ def continued(config: Config, run_dir: RunDirectory) -> Config:
     if not infos:
         return config
     before = infos[-1].meaning
-    begun_with = before.get(_MICRO_BATCH_SIZE)
-    if config.micro_batch_size_is_default and begun_with not in (None, config.data.micro_batch_size):
-        config = config.with_overrides(f"{_MICRO_BATCH_SIZE}={begun_with}")
     known_to_ranks = {
         key: value for key, value in before.items() if key == DATA_LENGTH or key.startswith(_NUMERICS)
     }
-    check_same_meaning(run_dir.root, before, {**config.meaning(), **known_to_ranks})
+    now = {**config.meaning(), **known_to_ranks}
+    begun_with = before.get(_MICRO_BATCH_SIZE)
+    keeps = config.micro_batch_size_is_default and begun_with not in (None, config.data.micro_batch_size)
+    check_same_meaning(run_dir.root, before, {**now, _MICRO_BATCH_SIZE: begun_with} if keeps else now)
+    if keeps:
+        try:
+            config = config.with_overrides(f"{_MICRO_BATCH_SIZE}={begun_with}")
+        except ConfigError as error:
+            raise ResumeError(
+                f"{run_dir.root} was begun with {_MICRO_BATCH_SIZE}: {begun_with}, which is kept\n"
+                f"  {error.problems[0].rule}"
+            ) from error
     return config
 
 

@@ -122,6 +122,17 @@ class RunDirectory:
     def events(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in read_lines(self.storage, EVENTS_FILE)]
 
+    def history(self) -> dict[str, Any]:
+        """What the events of all attempts say: `world_sizes` in order, and the `lost_steps` in all."""
+        begun = [event for event in self.events() if event["event"] in ("started", "resumed")]
+        sizes = [event["world_size"] for event in begun]
+        changed = [index == 0 or size != sizes[index - 1] for index, size in enumerate(sizes)]
+        lost = [event.get("lost_steps", 0) for event in begun]
+        return {
+            "world_sizes": [size for size, is_new in zip(sizes, changed, strict=True) if is_new],
+            "lost_steps": None if None in lost else sum(lost),
+        }
+
     def write_result(self, result: Result) -> None:
         self.storage.write(RESULT_FILE, result.to_json().encode())
 

@@ -53,7 +53,7 @@ def _summarise(storage: Storage, name: str) -> RunSummary:
     events = _records(read_lines(storage, EVENTS_FILE))
     last = _last_metrics(storage)
     checkpoints = list_checkpoints(storage)
-    steps = [record.get("step", 0) for record in (*events[-1:], last)]
+    steps = [record.get("step") or 0 for record in (*events[-1:], last)]  # null: before any checkpoint
     ended = None if result is None else result.status
     status = "running" if live else ended or ("unfinished" if live is None else "interrupted")
     return RunSummary(

@@ -105,6 +105,7 @@ class TrainState:
             for name, optimizer in self.optimizers.items():
                 optimizer.load_state_dict(training["optimizers"][name])
             for name, schedule in self.schedules.items():
+                _refuse_other_length(schedule.scheduler, training["schedules"][name])
                 schedule.scheduler.load_state_dict(training["schedules"][name])
             if self.scaler is not None and training["scaler"] is not None:
                 self.scaler.load_state_dict(training["scaler"])
@@ -125,6 +126,17 @@ class TrainState:
             name: training["progress"][name] for name in ("step", "epoch", "step_in_epoch", "samples_seen")
         }
         return weights_sha256(self.model.state_dict()), state_sha256({**training, "progress": position})
+
+
+def _refuse_other_length(scheduler: Any, saved: dict[str, Any]) -> None:
+    """A schedule made for a number of steps, such as OneCycleLR, cannot go on past them."""
+    made_for, now = saved.get("total_steps"), getattr(scheduler, "total_steps", None)
+    if made_for != now:
+        raise ResumeError(
+            f"the learning-rate schedule was made for {made_for} steps, and this config has {now}\n"
+            "  set training.max_epochs and max_steps back, or begin a new run from these weights: "
+            "name=..., init_from=..."
+        )
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:

@@ -20,9 +20,10 @@ import torch
 from raytrainer import build, checkpoint, loggers
 from raytrainer.config import add_importable
 from raytrainer.data import EvalBatches, build_loader, mix_seed
-from raytrainer.distributed import Process, broadcast_object, broadcast_tensors
-from raytrainer.errors import NonFiniteLossError, RaytrainerError, ResumeError, StorageError
+from raytrainer.distributed import Process, broadcast_object
+from raytrainer.errors import NonFiniteLossError, RaytrainerError, ResumeError, StorageError, UsageError, warn
 from raytrainer.evaluation import evaluate
+from raytrainer.heap import keep_freed_memory
 from raytrainer.manifest import FOLDER, MODEL_FILE, TRAINING_FILE, folder_name, list_checkpoints
 from raytrainer.numerics import kernels_as_configured, numerics_of, refuse_unlike_ranks
 from raytrainer.policy import DuePolicy, improves
@@ -77,6 +78,8 @@ class Trainer:
         run_dir: RunDirectory | None = None,
         started_at: float | None = None,
     ):
+        if config.script is not None:
+            raise UsageError("a config with a script has nothing to train: use raytrainer.run, or launch")
         self.config = config
         self.process = process or Process.from_environment()
         self._observer = observer or (lambda record: None)
@@ -85,6 +88,7 @@ class Trainer:
         self._started_at = started_at or time.time()
         self._first_step_at: float | None = None
         self._mark: StepMark | None = None
+        self._named: set[int] = set()  # samples left out that were told already
 
     def train(self) -> Result:
         """Trains to the end, or to a wish to stop; resumes from the run directory's newest checkpoint."""
@@ -151,6 +155,8 @@ class Trainer:
     def _set_up(self, device: torch.device) -> None:
         config, process = self.config, self.process
         self.device = device
+        if device.type == "cpu":
+            keep_freed_memory()
         self.data = build.build_data(config)
         self.sampler = build.build_sampler(config, self.data, process.rank, process.world_size)
         self.steps_per_epoch = self.sampler.steps_per_epoch
@@ -230,7 +236,7 @@ class Trainer:
         if "jsonl" in config.logging.sinks:
             sinks.append(loggers.JsonlSink(run_dir))
         if "tensorboard" in config.logging.sinks:
-            sinks.append(loggers.TensorBoardSink(run_dir))
+            sinks.append(loggers.TensorBoardSink(run_dir, self.state.progress.step))
         self._logger = loggers.Logger(sinks)
         self._writer = checkpoint.CheckpointWriter(
             run_dir,
@@ -367,9 +373,7 @@ class Trainer:
                     "  lower optimizer.lr or set training.gradient_clip_norm; "
                     "training.on_nan: skip leaves such steps out"
                 )
-            warnings.warn(
-                f"the loss of step {votes.step} is {votes.loss}: its update is left out", stacklevel=2
-            )
+            warn(f"the loss of step {votes.step} is {votes.loss}: its update is left out")
         return stop, healthy
 
     def _settle_votes(self) -> None:
@@ -380,11 +384,25 @@ class Trainer:
         progress = self.state.progress
         if self._microbatches is None:
             self.sampler.set_position(progress.epoch, progress.step_in_epoch)
-            loaded = self._timer.timed(iter(self._loader))
+            loaded = self._naming_what_is_left_out(self._timer.timed(iter(self._loader)))
             self._microbatches = ahead_of_use(loaded, self.device)
             if self._first_step_at is None:
                 self._microbatches = self._warm_up(self._microbatches)
         return self._microbatches
+
+    def _naming_what_is_left_out(self, microbatches: Iterator[Any]) -> Iterator[Any]:
+        """The same microbatches; each sample left out is named once, by the rank that met it."""
+        if self.config.data.on_bad_sample != "skip":
+            return microbatches
+        return self._with_names(microbatches)
+
+    def _with_names(self, microbatches: Iterator[Any]) -> Iterator[Any]:
+        for loaded in microbatches:
+            for sample in loaded.skipped:
+                if sample.index not in self._named:
+                    self._named.add(sample.index)
+                    warn(f"{sample.name} is left out: {sample.reason}")
+            yield loaded
 
     def _warm_up(self, microbatches: Iterator[Any]) -> Iterator[Any]:
         """Shows the first microbatch to the gradient step beforehand (see `GradientStep.warm_up`)."""
@@ -439,8 +457,6 @@ class Trainer:
             return False
         with self._timer.outside():
             self.gradients.share_buffers()
-            if self.state.ema is not None:
-                broadcast_tensors(self.state.ema.buffers(), self.process.world_size)
             values = self._evaluate_model()
         metrics = {f"eval/{name}": value for name, value in values.items()}
         progress.metrics.update(metrics)
@@ -559,7 +575,9 @@ class Trainer:
             steps=progress.step,
             epochs=progress.epoch,
             samples_seen=progress.samples_seen,
-            **(self._history() if self.process.is_first else {}),
+            skipped_samples=progress.skipped_samples,
+            skipped_updates=progress.skipped_updates,
+            **(self._run_dir.history() if self.process.is_first else {}),
             metrics={name: float(value) for name, value in progress.metrics.items()},
             best=best,
             weights_sha256=weights,
@@ -571,25 +589,14 @@ class Trainer:
             run_dir=self._run_dir.root,
         )
 
-    def _history(self) -> dict[str, Any]:
-        """What the events of all attempts say: the numbers of ranks in order, and the steps lost in all."""
-        begun = [event for event in self._run_dir.events() if event["event"] in ("started", "resumed")]
-        sizes = [event["world_size"] for event in begun]
-        lost = [event.get("lost_steps", 0) for event in begun]
-        return {
-            "world_sizes": [
-                size for index, size in enumerate(sizes) if index == 0 or size != sizes[index - 1]
-            ],
-            "lost_steps": None if None in lost else sum(lost),
-        }
-
     # Randomness and precision -------------------------------------------------------------------------------
 
     def _seed(self, step: int, microbatch: int, stream: int = _STEP_STREAM) -> None:
         """Dropout and whatever else a training step draws depend on (seed, step, microbatch) alone."""
         seed = mix_seed(stream, self.config.seed, step, microbatch)
         random.seed(seed)
-        np.random.seed((seed & 0xFFFF_FFFF, seed >> 32))
+        # NumPy takes more than 32 bits only as an array, which is several times slower to seed with.
+        np.random.seed(seed & 0xFFFF_FFFF)
         # torch.manual_seed would queue the seed, with a stack trace, for GPUs that this process never starts.
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":

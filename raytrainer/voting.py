@@ -41,6 +41,7 @@ class VotingStep(nn.Module):
         self.model = model
         self.votes = nn.Parameter(torch.zeros(NUM_VOTES, device=device))
         self._values = torch.zeros(NUM_VOTES, device=device)
+        self._facts: tuple[Any, bool, int] | None = None
         # Not a submodule, even where a user's task is one: its parameters would be counted twice.
         self.__dict__["task"] = task
         self.last_output: StepOutput | None = None
@@ -60,9 +61,11 @@ class VotingStep(nn.Module):
         loss = output.loss * share
         values = self._values
         values[LOSS] = loss.detach()
-        values[WEIGHT] = share
-        values[STOP] = float(stop)
-        values[SKIPPED] = float(len(loaded.skipped))
+        facts = share, stop, len(loaded.skipped)
+        # Mostly those of the step before. A weight on a device is not looked at, which would wait for it.
+        if isinstance(share, torch.Tensor) or facts != self._facts:
+            values[WEIGHT], values[STOP], values[SKIPPED] = share, float(stop), float(len(loaded.skipped))
+            self._facts = facts
         return loss, torch.dot(self.votes, values)
 
 

@@ -17,15 +17,15 @@ FLOORS = {
     0: ["raytrainer", "errors", "config"],
     1: [
         # no torch in these
-        "console", "manifest", "policy", "result", "resume", "rundir", "step_mark", "storage", "table",
+        "console", "heap", "manifest", "policy", "result", "resume", "rundir", "step_mark",
+        "storage", "table",
         # torch, and none of the loop
-        "checkpoint", "data", "deferred", "distributed", "fingerprint", "loggers", "models", "optim",
-        "timing", "transfer",
+        "buffers", "checkpoint", "data", "deferred", "distributed", "fingerprint", "loggers", "models",
+        "numerics", "optim", "timing", "transfer", "tree", "tree_reduction",
     ],
-    2: ["build", "evaluation", "preflight", "state", "step", "task", "tasks", "trainer"],
-    3: ["export", "finished", "predict", "reports", "runs"],
-    4: ["cluster"],
-    5: ["__main__", "api", "cli", "new_project"],
+    2: ["build", "evaluation", "preflight", "state", "step", "task", "tasks", "trainer", "tree_step",
+    "voting"], 3: ["export", "finished", "predict", "reports", "runs"], 4: ["cluster"], 5: ["__main__", "api",
+    "cli", "launch_options", "new_project"],
 }  # fmt: skip
 
 # Only this package may import ray.
@@ -33,8 +33,9 @@ KNOWS_RAY = "cluster"
 
 # What the user's own process, Ray's controller and `--help` load; each costs its import of torch otherwise.
 WITHOUT_TORCH = (
-    "__main__", "api", "cli", "config", "new_project", "runs",
-    "cluster.run", "cluster.local", "cluster.ray_run", "cluster.ray_train",
+    "__main__", "api", "cli", "config", "launch_options", "new_project", "runs",
+    "cluster.run", "cluster.local", "cluster.launch", "cluster.script_rank", "cluster.ray_run",
+    "cluster.ray_train",
 )  # fmt: skip
 # Of these, what `raytrainer --help` and `validate` load: no ray either.
 WITHOUT_RAY = ("__main__", "api", "cli", "config", "new_project", "runs", "cluster.run", "cluster.local")

@@ -130,8 +130,8 @@ BAD_TARGETS = [
     ("rt_user.deep.Net", {}, ["rt_user has no deep"]),
     ("rt_user.Net.smal", {}, ["rt_user.Net has no smal", "did you mean rt_user.Net.small?"]),
     ("rt_package.iner.Thing", {}, ["rt_package has no iner", "did you mean rt_package.inner?"]),
-    ("rt_user.number", {}, ["model: rt_user.number is a int, which cannot be called"]),
-    ("rt_package.inner", {}, ["is a module, which cannot be called"]),
+    ("rt_user.number", {}, ["model: rt_user.number cannot be called: its type is int"]),
+    ("rt_package.inner", {}, ["cannot be called: its type is module"]),
     ("rt_syntax.Net", {}, ["importing rt_syntax.Net raised SyntaxError", "rt_syntax.py"]),
     (
         "rt_missing.Net",
@@ -197,9 +197,11 @@ def test_callable_from_a_name_a_target_or_itself():
     assert callable_from({"_target_": "rt_user.add", "_partial_": True, "b": 3})(1) == 4
     assert callable_from(len) is len
     assert callable_from(None) is None
-    with pytest.raises(TargetError, match=r"data\.collate_fn: rt_user\.number is a int"):
+    with pytest.raises(
+        TargetError, match=r"rt_user\.number cannot be called: its type is int"
+    ):
         callable_from("rt_user.number", at="data.collate_fn")
-    with pytest.raises(TargetError, match=r"data\.collate_fn: is a Net, which cannot be called"):
+    with pytest.raises(TargetError, match=r"data\.collate_fn: cannot be called: its type is Net"):
         callable_from({"_target_": "rt_user.Net", "width": 1}, at="data.collate_fn")
 
 

@@ -162,6 +162,7 @@ BAD_VALUES = [
     ("scaling: {num_workers: 0}", ["run.yaml:9: scaling.num_workers = 0", "at least 1", "num_workers: 2"]),
     ("scaling: {num_workers: -1}", ["scaling.num_workers = -1", "at least 1"]),
     ("scaling: {num_workers: 2.5}", ["scaling.num_workers = 2.5", "a whole number"]),
+    ("scaling: {num_workers: .inf}", ["scaling.num_workers", "a whole number"]),
     ("scaling: {num_workers: 2.0}", ["a whole number", "write 2"]),
     ("scaling: {num_workers: true}", ["scaling.num_workers = true", "a whole number"]),
     ('scaling: {num_workers: "2"}', ['= "2"', "a whole number, not text", "without quotes: 2"]),

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from raytrainer.cluster import local
-from raytrainer.cluster.local import run_local
+from raytrainer.cluster.local import check_local_request, run_local
 from raytrainer.cluster.outcome import to_error
 from raytrainer.cluster.signals import StopSignal
+from raytrainer.errors import ClusterRequestError
 
 TESTS = Path(__file__).parent
 
@@ -495,3 +496,10 @@ def test_a_forked_process_ends_when_it_is_told_to():
             os._exit(0)
         _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGTERM
+
+
+def test_more_workers_than_the_machine_holds_are_refused():
+    assert check_local_request(2, 2, 8.0) is None
+    assert "3 workers share 2 cores" in check_local_request(3, 2, 8.0)
+    with pytest.raises(ClusterRequestError, match=r"num_workers = 64\n.*this machine has 8 GiB"):
+        check_local_request(64, 2, 8.0)

@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from raytrainer import checkpoint
 from raytrainer.errors import (
     CheckpointError,
     ConfigError,
     DataError,
     NonFiniteLossError,
+    RaytrainerWarning,
     ResumeError,
     SampleError,
     StorageError,
@@ -185,9 +187,12 @@ def test_unreadable_samples_are_left_out_and_counted(tmp_path, capsys):
             return super().__getitem__(index)
 
     run = config(tmp_path, "data.on_bad_sample=skip", "training.max_epochs=1", objects={"data.train": Torn()})
-    trainer = Trainer(run)
-    trainer.train()
-    assert trainer.state.progress.skipped_samples == 2
+    with pytest.warns(
+        RaytrainerWarning, match=r"sample [34] is left out: OSError: sample [34] is torn"
+    ) as told:
+        result = train(run)
+    assert result.skipped_samples == 2
+    assert len(told) == 2
     with pytest.raises(SampleError, match="is torn"):
         train(config(tmp_path / "stop", objects={"data.train": Torn()}))
 
@@ -294,6 +299,8 @@ def test_half_written_checkpoints_are_removed(tmp_path):
         ("data.global_batch_size=20", "data.global_batch_size: 16 -> 20"),
         ("model.dropout=0.5", r"model.dropout: \(not given\) -> 0.5"),
         ("data.train.size=80", r"data.train.size: \(not given\) -> 80"),
+        ("optimizer.lr=0.01", "optimizer.lr: 0.1 -> 0.01"),
+        ("scheduler={_target_: torch.optim.lr_scheduler.StepLR, step_size: 1}", "scheduler: null ->"),
     ],
 )
 def test_a_config_that_means_something_else_is_refused(tmp_path, override, line):
@@ -315,6 +322,21 @@ def test_a_longer_run_goes_on_from_a_finished_one(tmp_path):
     assert same(longer, train(config(tmp_path / "whole", "training.max_epochs=4")))
 
 
+def test_a_schedule_made_for_fewer_steps_cannot_go_on(tmp_path):
+    schedule = "scheduler={_target_: torch.optim.lr_scheduler.OneCycleLR, max_lr: 0.2}"
+    train(config(tmp_path, schedule))
+    with pytest.raises(ResumeError, match="made for 15 steps, and this config has 20"):
+        train(config(tmp_path, schedule, "training.max_epochs=4"))
+
+
+def test_a_damaged_manifest_is_told(tmp_path):
+    whole = train(config(tmp_path / "whole"))
+    train(config(tmp_path), stop_at=7)
+    (tmp_path / "run/checkpoints/step_00000007/manifest.json").write_text('{"format": 1, "ste')
+    with pytest.warns(RaytrainerWarning, match="step_00000007/manifest.json is damaged"):
+        assert same(train(config(tmp_path)), whole)
+
+
 def test_an_object_store_holds_a_run_too(tmp_path):
     memory = "storage_path=memory://bucket/" + tmp_path.name
     whole = train(config(tmp_path))
@@ -331,6 +353,25 @@ def test_a_full_disk_ends_the_run_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setattr(Storage, "writing", full)
     with pytest.raises(StorageError, match="No space left on device"):
         train(config(tmp_path))
+
+
+def test_a_disk_that_fills_inside_torch_save_is_named(tmp_path, monkeypatch):
+    """torch.save hides the error of the file behind one of its own."""
+    written = checkpoint._HashingFile.write
+
+    def full(self, content):
+        if self.num_bytes > 500:
+            self._file = FullFile()
+        return written(self, content)
+
+    class FullFile:
+        def write(self, content):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint._HashingFile, "write", full)
+    with pytest.raises(StorageError, match=r"cannot write .*model.pt: No space left on device"):
+        train(config(tmp_path))
+    assert not (tmp_path / "run/checkpoints/step_00000005").exists()
 
 
 def test_storage_that_comes_back_loses_nothing(tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ from raytrainer.cluster.outcome import (
 )
 from raytrainer.cluster.rank_process import RankProcess, group_environment, payload_as_file
 from raytrainer.cluster.signals import EXIT_CODES, StopSignal
+from raytrainer.errors import ClusterRequestError
 
 # After the first failure the others get this long to notice and to write out their logs.
 GRACE_S = 5.0
@@ -257,3 +258,21 @@ class _Group:
         for rank in self._ranks:
             if not rank.exited:
                 rank.kill_group()
+
+
+# What one worker holds once torch is loaded, before any model or data.
+_WORKER_GIB = 0.3
+
+
+def check_local_request(num_workers: int, num_cores: int, memory_gib: float) -> str | None:
+    """A notice when the workers must share cores. Raises ClusterRequestError for more than fit in memory."""
+    needed_gib = num_workers * _WORKER_GIB
+    if needed_gib > memory_gib:
+        raise ClusterRequestError(
+            f"scaling.num_workers = {num_workers}\n"
+            f"  that many processes take {needed_gib:.0f} GiB before any model or data, and this machine has "
+            f"{memory_gib:.0f} GiB\n  write a smaller scaling.num_workers: this machine has {num_cores} cores"
+        )
+    if num_workers > num_cores:
+        return f"{num_workers} workers share {num_cores} cores here: they take turns, and gain nothing"
+    return None

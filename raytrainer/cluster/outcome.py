@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from raytrainer import errors
-from raytrainer.errors import RaytrainerError, UsageError, WorkerError, WorkerLostError
+from raytrainer.errors import RaytrainerError, ScriptError, UsageError, WorkerError, WorkerLostError
 
-KINDS = ("user", "usage", "collateral", "lost", "exit")
+KINDS = ("user", "usage", "collateral", "lost", "exit", "script")
 
 # Types that torch raises when a peer, not this rank, is in trouble.
 _COLLATERAL_TYPES = frozenset(
@@ -52,7 +52,8 @@ class RankFailure:
     """How one rank ended when it did not end well.
 
     kind: "user" (an exception), "usage" (a mistake in config or data), "collateral" (the echo of another
-    rank's end), "lost" (the process died), "exit" (user code ended the process itself).
+    rank's end), "lost" (the process died), "exit" (user code ended the process itself), "script" (a launched
+    script failed; exit_code is the script's own, 128 + N for signal N).
     error_type: class name of the exception, "" without one; message: one or more lines, no traceback;
     traceback: the user's own frames first, "" without one; exit_code: the process's own, None if it died by a
     signal or has not ended; signal: name such as "SIGKILL"; rss_gib: its peak resident size; time: Unix, s.
@@ -103,8 +104,18 @@ class Outcome:
     restarts: tuple[RankFailure, ...] = ()
 
 
+class RankFailed(Exception):
+    """Raised in a rank for a failure that is described already."""
+
+    def __init__(self, failure: RankFailure):
+        super().__init__(failure.message)
+        self.failure = failure
+
+
 def describe_exception(exc: BaseException, rank: int) -> RankFailure:
     """The failure that `exc`, caught at the top of rank `rank`'s process, stands for."""
+    if isinstance(exc, RankFailed):
+        return exc.failure
     now = time.time()
     if isinstance(exc, SystemExit):
         return RankFailure(
@@ -164,8 +175,11 @@ def choose_cause(failures: Iterable[RankFailure]) -> RankFailure:
 
 
 def is_retryable(failure: RankFailure) -> bool:
-    """Whether starting again can help: only after a lost process, node or connection."""
-    return failure.kind in ("lost", "collateral")
+    """Whether starting again can help: after a lost process, node or connection.
+
+    After a script too, which is only started again where that is asked for.
+    """
+    return failure.kind in ("lost", "collateral", "script")
 
 
 def to_error(failure: RankFailure) -> RaytrainerError:
@@ -175,6 +189,9 @@ def to_error(failure: RankFailure) -> RaytrainerError:
         cls = getattr(errors, failure.error_type, UsageError)
         return (UsageError if cls is errors.ConfigError else cls)(failure.message)
     head = f"rank {failure.rank}"
+    if failure.kind in ("script", "collateral") and failure.exit_code is not None:
+        text = f"{head} {failure.message}"
+        return ScriptError(f"{text}\n{failure.traceback}" if failure.traceback else text, failure.exit_code)
     if failure.kind in ("lost", "collateral"):
         if failure.kind == "lost":
             return WorkerLostError(f"{head} was lost: {failure.message}")
@@ -244,6 +261,14 @@ def _own_text_frames(lines: list[str]) -> list[str]:
         if keep:
             kept.append(line)
     return kept
+
+
+def is_echo(output: str) -> bool:
+    """Whether a script's last line of output is a broken connection to another rank."""
+    last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
+    # torch writes the rank first: "[rank0]: RuntimeError: ...".
+    name, _, message = re.sub(r"^\[\w+\]: ", "", last).partition(":")
+    return _is_collateral(name.rpartition(".")[2].strip(), message)
 
 
 def _is_collateral(type_name: str, message: str) -> bool:

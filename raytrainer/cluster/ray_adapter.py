@@ -32,6 +32,7 @@ from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from ray.experimental import internal_kv
 
 from raytrainer.cluster.ray_request import NodeCapacity
+from raytrainer.errors import TrainingError
 
 CONNECT_TIMEOUT_S = 5.0
 END_TIMEOUT_S = 5.0
@@ -231,7 +232,26 @@ def start_node(init: dict[str, Any], temp_dir: str) -> Node:
     )
     # Told that the dashboard's packages are missing, the node's agent loads half as much.
     with _replaced(ray_utils, "get_dashboard_dependency_error", _missing_packages):
-        return LeanNode(params, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
+        return _started(params)
+
+
+def _started(params: parameter.RayParams) -> Node:
+    """The node, once its processes have found each other; they end again where Ray gives up waiting.
+
+    Ray waits for a fixed 30 s, which a busy machine can need, and gives up with a bare Exception.
+    """
+    node = LeanNode.__new__(LeanNode)
+    try:
+        node.__init__(params, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
+    except Exception as error:
+        node.kill_all_processes(check_alive=False, allow_graceful=False)
+        if "timed out during startup" not in str(error):
+            raise
+        raise TrainingError(
+            "Ray did not start within 30 s on this machine, which seems to be busy\n"
+            "  try again when it is less so; or train without Ray: --local"
+        ) from error
+    return node
 
 
 @contextlib.contextmanager

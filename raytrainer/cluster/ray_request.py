@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raytrainer.errors import ClusterRequestError
@@ -51,6 +51,12 @@ def plan_request(scaling: Any, nodes: Sequence[NodeCapacity]) -> WorkerRequest:
         dict(scaling.label_selector),
         scaling.accelerator_type,
     )
+
+
+def fit_request(request: WorkerRequest, min_workers: int, nodes: Sequence[NodeCapacity]) -> WorkerRequest:
+    """The request with as many workers as these nodes hold, from `min_workers` to what it asks for."""
+    count = max(min_workers, min(request.num_workers, count_fitting(request, nodes)))
+    return replace(request, num_workers=count)
 
 
 def check_request(request: WorkerRequest, nodes: Sequence[NodeCapacity]) -> None:

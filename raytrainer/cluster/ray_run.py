@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from raytrainer.cluster.outcome import Outcome, RankFailure, to_error
 from raytrainer.cluster.ray_failure import Retries, describe_loss, judge
 from raytrainer.cluster.ray_place import RankPlace, importable_paths, thread_environment
-from raytrainer.cluster.ray_request import WorkerRequest, check_request, plan_request
+from raytrainer.cluster.ray_request import WorkerRequest, check_request, fit_request, plan_request
 from raytrainer.cluster.ray_session import explain_missing, open_session
 from raytrainer.cluster.signals import EXIT_CODES, StopSignal
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from raytrainer.cluster.ray_link import DriverLink
 
 # Imported by each worker while the others start.
-PRELOAD = ["torch", "raytrainer.cluster.ray_link", "raytrainer.cluster.worker"]
+PRELOAD = ["torch", "raytrainer.cluster.ray_link", "raytrainer.cluster.worker", "raytrainer.trainer"]
 # How often the driver fetches records and looks for a request to stop.
 POLL_S = 0.1
 # After a stop at once: for Ray to let go of its workers.
@@ -46,6 +46,7 @@ def run_on_ray(
     name: str,
     verbose: bool,
     committed_step: Callable[[], int | None],
+    min_workers: int | None = None,
 ) -> Outcome:
     """Runs `scaling.num_workers` ranks until they finish, stop or fail; no process of theirs is left.
 
@@ -54,8 +55,9 @@ def run_on_ray(
     "worker_failed" event for each new start and a "waiting" event when the cluster has no room yet.
     max_failures: new starts after a lost process without a newly committed step in between; -1 for no limit.
     storage_path: left out of what is shipped to other machines. committed_step: the step a new start would
-    resume at. Raises ClusterRequestError when the cluster can never give what `scaling` asks for, UsageError
-    when there is no cluster to connect to.
+    resume at. min_workers: fewer workers than `scaling` says will do, down to this many, when the cluster
+    cannot hold more. Raises ClusterRequestError when the cluster can never give what `scaling` asks for,
+    UsageError when there is no cluster to connect to.
     """
     run = _Run(
         payload=payload,
@@ -68,6 +70,7 @@ def run_on_ray(
         name=name,
         verbose=verbose,
         committed_step=committed_step,
+        min_workers=min_workers,
     )
     return run.outcome()
 
@@ -88,8 +91,10 @@ class _Run:
         name: str,
         verbose: bool,
         committed_step: Callable[[], int | None],
+        min_workers: int | None,
     ):
         self._payload = payload
+        self._min_workers = min_workers
         self._scaling = scaling
         self._settings = settings
         self._on_record = on_record
@@ -172,7 +177,12 @@ class _Run:
             # A second of imports, of which Ray's own start leaves a processor free.
             importing = threading.Thread(target=_import_ray_train, daemon=True)
             importing.start()
-            session = open_session(self._settings, self._storage_path, self._verbose)
+            session = open_session(
+                self._settings,
+                self._storage_path,
+                self._verbose,
+                lambda text: self._tell({"event": "shipping", "message": text}),
+            )
             self._connected = True
             try:
                 importing.join()
@@ -194,6 +204,8 @@ class _Run:
 
         nodes = session.nodes
         request = plan_request(self._scaling, nodes)
+        if self._min_workers is not None:
+            request = fit_request(request, self._min_workers, nodes)
         if not session.may_grow:
             check_request(request, nodes)
         link = DriverLink(self._prefix, self._tell)
@@ -217,8 +229,7 @@ class _Run:
                     num_workers=request.num_workers,
                     machine_is_ours=session.started_here,
                 ),
-                # The loop's own imports too, unless something else is run.
-                "preload": PRELOAD + ["raytrainer.trainer"] * ("entry" not in self._payload),
+                "preload": self._payload.get("preload", PRELOAD),
                 "directory": None if session.ships_files else os.getcwd(),
             },
             link_prefix=self._prefix,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from raytrainer.cluster import shipping
 from raytrainer.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,8 +19,13 @@ TRIED_RAY_VERSIONS = ("2.60.0",)
 EXCLUDED = [".git", ".venv", "venv", "__pycache__", ".pytest_cache", ".ruff_cache"]
 
 
-def open_session(settings: Any, storage_path: str, verbose: bool) -> Session:
-    """A connection to the cluster that the settings name, else to RAY_ADDRESS, else to a Ray started here."""
+def open_session(
+    settings: Any, storage_path: str, verbose: bool, on_ship: Callable[[str], None] = lambda text: None
+) -> Session:
+    """A connection to the cluster that the settings name, else to RAY_ADDRESS, else to a Ray started here.
+
+    on_ship: told what goes along to other machines, before the upload.
+    """
     from ray.exceptions import AuthenticationError
 
     from raytrainer.cluster import ray_adapter
@@ -43,7 +50,11 @@ def open_session(settings: Any, storage_path: str, verbose: bool) -> Session:
             session.ships_files = "working_dir" in runtime_env or ray_adapter.in_submitted_job()
             return session
         session.close()
-        runtime_env = {**runtime_env, **shipped_directory(os.getcwd(), storage_path, runtime_env)}
+        shipped = shipped_directory(os.getcwd(), storage_path, runtime_env)
+        parcel = shipping.measure(shipped["working_dir"], shipped["excludes"])
+        shipping.check(parcel, shipped["working_dir"])
+        on_ship(shipping.describe(parcel, shipped["working_dir"], shipped["excludes"]))
+        runtime_env = {**runtime_env, **shipped}
         session = ray_adapter.connect(address, init, runtime_env, verbose)
         session.ships_files = True
         return session

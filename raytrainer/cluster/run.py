@@ -6,6 +6,7 @@ Runs in the process that the user started, which imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import time
@@ -17,10 +18,11 @@ from raytrainer.cluster.signals import StopSignal, stop_on_signals
 from raytrainer.config import importable
 from raytrainer.console import Console
 from raytrainer.errors import RaytrainerError
-from raytrainer.manifest import list_checkpoints
+from raytrainer.manifest import FOLDER, list_checkpoints
 from raytrainer.result import Result
 from raytrainer.resume import continued, finished_result
 from raytrainer.rundir import RunDirectory
+from raytrainer.step_mark import last_marked_step
 
 if TYPE_CHECKING:
     from raytrainer.config import Config
@@ -41,9 +43,14 @@ def run(
 
     local: `scaling.num_workers` processes on this machine, without Ray. fresh: start over, with the old run
     directory moved aside. observer: gets rank 0's records as they come. started_at: Unix time at which the
-    command began. Returns the result of a run that finished or was stopped; raises what made it fail.
+    command began. A config with a `script` launches that instead. Returns the result of a run that finished
+    or was stopped; raises what made it fail.
     """
     started_at = started_at or time.time()
+    if config.script is not None:
+        from raytrainer.cluster.launch import launch
+
+        return launch(config, local=local, fresh=fresh, verbose=verbose, observer=observer)
     with RunDirectory.open(config, fresh=fresh) as run_dir:
         console = Console(enabled="console" in config.logging.sinks)
         try:
@@ -77,7 +84,7 @@ class _Run:
         self._stop = StopSignal()
 
     def run(self, local: bool, verbose: bool) -> Result:
-        with stop_on_signals(self._stop):
+        with stop_on_signals(self._stop), self._stop.listening(self._acknowledge):
             try:
                 outcome = self._on_this_machine() if local else self._on_ray(verbose)
             except RaytrainerError as error:
@@ -87,12 +94,26 @@ class _Run:
         result = self._keep(outcome, str(error) if error else None)
         if error is not None:
             raise error
-        self._console.say(_last_words(result, begun=outcome.result is not None))
+        self._console.say(_last_words(result, self._committed_step(), in_order=outcome.result is not None))
         return result
 
-    def _on_this_machine(self) -> Outcome:
-        from raytrainer.cluster.local import run_local
+    def _acknowledge(self) -> None:
+        """Runs in the signal handler, where Python's own streams must not be used."""
+        after_step = b"stopping after this step; once more stops at once\n"
+        now = b"stopping now\n" if self._stop.immediate else after_step
+        with contextlib.suppress(OSError):  # a closed terminal
+            os.write(2, now)
 
+    def _on_this_machine(self) -> Outcome:
+        import psutil
+
+        from raytrainer.cluster.local import check_local_request, run_local
+        from raytrainer.cluster.worker import usable_cores
+
+        num_workers = self._config.scaling.max_workers
+        notice = check_local_request(num_workers, usable_cores(), psutil.virtual_memory().total / 2**30)
+        if notice:
+            self._console.say(notice)
         storage = self._run_dir.storage
         log_dir = tempfile.mkdtemp(prefix="raytrainer-logs-") if storage.is_remote else storage.path("logs")
         return run_local(
@@ -151,8 +172,13 @@ class _Run:
         """Writes and returns result.json; a failed attempt keeps what is known from the last commit."""
         infos = list_checkpoints(self._run_dir.storage)
         known: dict[str, Any] = dict(outcome.result or {})
-        if not known and infos:
-            known = {"steps": infos[-1].step, "epochs": infos[-1].epoch, "metrics": infos[-1].metrics}
+        if not known:
+            known = self._run_dir.history()
+            known["steps"] = last_marked_step(self._run_dir.storage) or 0
+        if infos and not outcome.result:
+            known.update(epochs=infos[-1].epoch, metrics=infos[-1].metrics)
+            known["steps"] = max(known["steps"], infos[-1].step)
+            known["checkpoint"] = f"{FOLDER}/{infos[-1].name}"
         known.update(
             status=outcome.status,
             exit_code=outcome.exit_code,
@@ -167,16 +193,20 @@ class _Run:
         return result
 
 
-def _last_words(result: Result, begun: bool) -> str:
+def _last_words(result: Result, committed_step: int | None, in_order: bool) -> str:
+    """in_order: rank 0 returned, rather than being ended."""
     if result.status == "stopped":
-        if not begun:
-            return "stopped before training began; the same command starts again"
+        if not in_order:
+            place = "from the start" if committed_step is None else f"from step {committed_step}"
+            return f"stopped at once; the same command goes on {place}"
         return f"stopped at step {result.steps}, saved; the same command goes on from there"
     best = ""
     if result.best:
         best = f"; best {result.best['metric']} {result.best['value']:.4g} at step {result.best['step']}"
+    left_out = f"; {result.skipped_samples} samples left out" if result.skipped_samples else ""
+    left_out += f"; {result.skipped_updates} updates left out" if result.skipped_updates else ""
     return (
-        f"finished: {result.steps} steps, {_in_words(result.metrics)}{best}\n"
+        f"finished: {result.steps} steps, {_in_words(result.metrics)}{best}{left_out}\n"
         f"  {result.run_dir} in {result.wall_s:.1f} s"
     )
 

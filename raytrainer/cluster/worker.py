@@ -28,6 +28,7 @@ from typing import NamedTuple, TextIO
 
 from raytrainer.cluster.channel import Channel
 from raytrainer.cluster.signals import StopSignal, stop_on_signals
+from raytrainer.errors import show_warnings_in_one_line
 
 Observer = Callable[[dict], None]
 
@@ -71,6 +72,7 @@ def prepare(payload: dict, local_world_size: int) -> None:
     for name, value in payload.get("env", {}).items():
         os.environ.setdefault(name, value)
     limit_threads(local_world_size)
+    show_warnings_in_one_line()
 
 
 def train_rank(payload: dict, process, observer: Observer | None, stop: StopSignal) -> dict:
@@ -291,7 +293,8 @@ def _show_stacks(ended: threading.Event, timeout_s: float) -> None:
     if not ended.wait(timeout_s):
         import faulthandler
 
-        print("another rank failed, and this one did not end by itself; where it stands:", file=sys.stderr)
+        # Past sys.stderr, which rank 0 shows on the console: this is for the log alone.
+        os.write(2, b"another rank failed, and this one did not end by itself; where it stands:\n")
         faulthandler.dump_traceback(file=2)
 
 

@@ -150,7 +150,8 @@ class DataSection(Section):
 def shared_evenly(global_batch_size: int, num_workers: int) -> int:
     """The largest microbatch that shares a step evenly and leaves no worker without one.
 
-    ceil(B / W), or less where ceil(B / that) would be fewer than W: 9 samples on 4 workers go as 2, 2, 2, 2, 1.
+    ceil(B / W), or less where ceil(B / that) would be fewer than W: 9 samples on 4 workers go as 2, 2, 2, 2,
+    1.
     """
     size = ceil_div(global_batch_size, num_workers)
     if num_workers > 1 and ceil_div(global_batch_size, size) < num_workers:

@@ -63,7 +63,7 @@ def callable_from(value: Any, at: str = "") -> Any:
         return _callable(str(value), at)
     function = instantiate(value, at=at) if isinstance(value, dict) else value
     if function is not None and not callable(function):
-        raise TargetError(f"{place(at)}is a {type(function).__name__}, which cannot be called")
+        raise TargetError(f"{place(at)}cannot be called: its type is {type(function).__name__}")
     return function
 
 
@@ -87,7 +87,7 @@ def _parts(target: dict[str, Any], at: str) -> tuple[Callable, list[Any], dict[s
 def _callable(name: str, at: str) -> Callable:
     function = locate(name, at)
     if not callable(function):
-        raise TargetError(f"{place(at)}{name} is a {type(function).__name__}, which cannot be called")
+        raise TargetError(f"{place(at)}{name} cannot be called: its type is {type(function).__name__}")
     return function
 
 

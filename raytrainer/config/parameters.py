@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -26,6 +27,8 @@ def broken_numbers(keywords: dict[str, Any], path: tuple[str | int, ...]) -> Ite
 
 
 def _is_number(value: Any) -> bool:
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
     return not isinstance(value, bool | str | list | tuple | dict | type(None))
 
 

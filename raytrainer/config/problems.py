@@ -170,7 +170,7 @@ def _rule(item: dict[str, Any], value: Any) -> tuple[str, str | None]:
 def _conversion(type_: str, value: Any) -> str | None:
     if type_ == "string_type" and isinstance(value, bool | int | float):
         return f'write it in quotes: "{value}"'
-    if type_.startswith("int") and isinstance(value, float) and value == int(value):
+    if type_.startswith("int") and isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
     if type_.startswith(("int", "float")) and isinstance(value, str) and _looks_like_another_type(value):
         return f"write it without quotes: {value}"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, ConfigDict, Field, PrivateAttr
+from pydantic import AfterValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from raytrainer.config.checkpoint import CheckpointSection
 from raytrainer.config.connection import RaySection
@@ -18,10 +18,13 @@ from raytrainer.config.monitor import broken_monitor
 from raytrainer.config.origin import Origin, flattened, meaning_of, stored_mapping, to_yaml
 from raytrainer.config.parameters import ParametersSection, broken_numbers
 from raytrainer.config.scaling import ScalingSection
+from raytrainer.config.script import ScriptSection
 from raytrainer.config.section import Broken, OptionalText, RulesBroken, Section, Target, Text, rule
 from raytrainer.config.training import TrainingSection
 
 INTERVALS = ("step", "epoch", "eval")
+# A script stands in place of these.
+SCRIPT_REPLACES = ("data", "model")
 DEFAULT_OPTIMIZER = {"_target_": "torch.optim.AdamW", "lr": 1e-3}
 
 
@@ -52,10 +55,16 @@ def _check_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-class Config(Section):
-    """A run: a model, its data, and how it is trained."""
+def _script_or_model(schema: dict[str, Any]) -> None:
+    """For editors: a model and data are required unless there is a script."""
+    schema["required"] = [name for name in schema["required"] if name not in SCRIPT_REPLACES]
+    schema["anyOf"] = [{"required": ["script"]}, {"required": list(SCRIPT_REPLACES)}]
 
-    model_config = ConfigDict(title="raytrainer config")
+
+class Config(Section):
+    """A run: a model, its data, and how it is trained; or a script."""
+
+    model_config = ConfigDict(title="raytrainer config", json_schema_extra=_script_or_model)
 
     name: Annotated[Text, AfterValidator(_check_name)] = Field(
         description="Name of the run; its directory is `<storage_path>/<name>`.", examples=["mnist"]
@@ -75,8 +84,11 @@ class Config(Section):
     scaling: ScalingSection = Field(
         ScalingSection(), description="How many workers train, and what each asks for."
     )
-    data: DataSection = Field(description="What is trained on, and how it is loaded.")
-    model: Target = Field(
+    script: ScriptSection | None = Field(
+        None, description="A script of your own to launch, in place of `model` and `data`."
+    )
+    data: DataSection | None = Field(description="What is trained on, and how it is loaded.")
+    model: Target | None = Field(
         description="The model, a `torch.nn.Module`.",
         examples=[{"_target_": "my_module.Net", "num_classes": 10}],
     )
@@ -212,7 +224,22 @@ class Config(Section):
             return self.scheduler
         return {key: value for key, value in self.scheduler.items() if key != "interval"}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _script_needs_no_model(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("script") is not None:
+            return {**dict.fromkeys(SCRIPT_REPLACES), **data}
+        return data
+
     def broken_rules(self) -> Iterator[Broken]:
+        if self.script is not None:
+            yield from self._broken_script()
+            return
+        for name in SCRIPT_REPLACES:
+            if getattr(self, name) is None:
+                yield Broken((name,), "is required unless there is a script")
+        if self.data is None:
+            return
         self._fill_micro_batch_size()
         yield from self._broken_batches()
         if self.loss is None and self.task is None:
@@ -225,6 +252,27 @@ class Config(Section):
         for path, monitor in monitors:
             has_eval, has_task = self.data.eval is not None, self.task is not None
             yield from broken_monitor(monitor, path, list(self.metrics), has_eval, has_task)
+
+    def _broken_script(self) -> Iterator[Broken]:
+        if "max_failures" not in self.failure.model_fields_set:
+            # A script that fails would most often fail again: only who asks for it gets new starts.
+            self._fill("failure", FailureSection(max_failures=0))
+        for name in (*SCRIPT_REPLACES, "task"):
+            if getattr(self, name) is not None:
+                yield Broken((name,), "and script cannot both be given: the script does the training itself")
+        workers, fewest = self.scaling.max_workers, self.script.min_workers
+        if fewest is not None and fewest > workers:
+            yield Broken(
+                ("script", "min_workers"),
+                f"is more than scaling.num_workers, which is {workers}",
+                f"write min_workers: {workers} or less",
+            )
+        if not self.script.rank_env and workers > 1:
+            yield Broken(
+                ("script", "rank_env"),
+                f"{workers} workers without their ranks would all do the same",
+                "write scaling.num_workers: 1, or leave rank_env out",
+            )
 
     def _fill_micro_batch_size(self) -> None:
         if self.data.micro_batch_size is None:

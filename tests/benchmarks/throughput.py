@@ -146,6 +146,7 @@ def _show(report: Report, blocks: dict[str, list[Block]], workload: Workload, sa
                 "samples/s": median(samples_per_s(block, workload) for block in done),
                 "ms a step": 1e3 * median(block.wall_s / steps for block in done),
                 "CPU ms a step, all ranks": 1e3 * fmean(block.cpu_s / steps for block in done),
+                "page faults a step": fmean(block.page_faults / steps for block in done),
             }
         )
     report.table("Speed (medians over the rounds; CPU: mean)", rows)

@@ -21,9 +21,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
-from tests.benchmarks.measure import peak_memory, process_cpu_s
+from tests.benchmarks.measure import process_cpu_s
 
 ADDRESS, NAME = "BENCH_TURNS", "BENCH_NAME"
 _TIMEOUT_S = 300.0
@@ -34,7 +34,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._left = 0
-        self._started: tuple[float, float] | None = None
+        self._started: _Reading | None = None
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(os.environ[ADDRESS])
             self._stream = connection.makefile("rw")
@@ -47,19 +47,18 @@ class Turns:
 
     def _next_block(self) -> None:
         if self._started is not None:
-            wall, cpu = time.perf_counter(), _cpu_s()
+            ended = _Reading.now()
             self._send(
-                started=self._started[0],
-                ended=wall,
-                cpu_s=cpu - self._started[1],
-                memory=peak_memory(os.getpid()),
+                started=self._started.wall_s,
+                ended=ended.wall_s,
+                cpu_s=ended.cpu_s - self._started.cpu_s,
+                page_faults=ended.page_faults - self._started.page_faults,
             )
         line = self._stream.readline()
         if not line:
             raise ConnectionError("the coordinator has gone")
-        order = json.loads(line)
-        self._left = order["steps"]
-        self._started = time.perf_counter(), _cpu_s()
+        self._left = json.loads(line)["steps"]
+        self._started = _Reading.now()
 
     def _send(self, **message: Any) -> None:
         self._stream.write(json.dumps(message) + "\n")
@@ -77,21 +76,30 @@ def join_turns() -> Turns | NoTurns:
     return Turns() if ADDRESS in os.environ else NoTurns()
 
 
-def _cpu_s() -> float:
-    """CPU time of this process, all its threads and its loader workers, those that have ended too."""
-    alive = sum(process_cpu_s(child.pid) for child in multiprocessing.active_children())
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + alive + ended.ru_utime + ended.ru_stime
+class _Reading(NamedTuple):
+    """cpu_s: of this process, all its threads and its loader workers, those that have ended too; page_faults:
+    how often the kernel had to give this process a page of memory."""
+
+    wall_s: float
+    cpu_s: float
+    page_faults: int
+
+    @classmethod
+    def now(cls) -> _Reading:
+        alive = sum(process_cpu_s(child.pid) for child in multiprocessing.active_children())
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu_s = time.process_time() + alive + ended.ru_utime + ended.ru_stime
+        return cls(time.perf_counter(), cpu_s, resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of steps: wall_s over all ranks; cpu_s: of all ranks together; memory: peak of each, in KiB."""
+    """A block of steps: wall_s over all ranks; cpu_s, page_faults: of all ranks together."""
 
     num_steps: int
     wall_s: float
     cpu_s: float
-    memory: list[dict[str, int]]
+    page_faults: int
 
 
 @dataclass
@@ -156,7 +164,8 @@ class Coordinator:
                 raise self._failure(name)
             done.append(json.loads(line))
         wall_s = max(rank["ended"] for rank in done) - min(rank["started"] for rank in done)
-        return Block(num_steps, wall_s, sum(r["cpu_s"] for r in done), [r["memory"] for r in done])
+        cpu_s, page_faults = (sum(rank[key] for rank in done) for key in ("cpu_s", "page_faults"))
+        return Block(num_steps, wall_s, cpu_s, page_faults)
 
     def rounds(
         self, names: Sequence[str], num_rounds: int, block_steps: int, warm_up_steps: int

@@ -1,0 +1,1 @@
+VALUE = "a module beside the script"
