@@ -37,7 +37,7 @@ class TreeReduction:
         self._process = process
         self._buckets = [_Bucket(run, process) for run in _runs(parameters)]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
-        self._overlapping = False
+        self._expecting = self._overlapping = False
         self._seen: set[nn.Parameter] = set()
         self._in_one_piece: bool | None = None  # whether each gradient was, so far; None: not known yet
         self._num_shipped = self._num_folded = 0
@@ -58,12 +58,12 @@ class TreeReduction:
     def expect(self) -> None:
         """The backward pass of the next local microbatch is about to start."""
         last = self._num_added == len(self._merges) - 1
-        self._overlapping = last and self._in_one_piece is True
+        self._expecting, self._overlapping = True, last and self._in_one_piece is True
         self._seen.clear()
 
     def add(self) -> None:
         """The backward pass is over: its gradients are taken in, and are None afterwards."""
-        self._overlapping = False
+        self._expecting = self._overlapping = False
         if self._seen and self._in_one_piece is None:
             self._in_one_piece = True
         for bucket in self._buckets[self._num_shipped :]:
@@ -80,6 +80,8 @@ class TreeReduction:
             bucket.finish()
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
+        if not self._expecting:  # the turn of another optimizer
+            return
         if parameter in self._seen:
             self._note_another_piece(parameter)
             return

@@ -197,9 +197,7 @@ def test_callable_from_a_name_a_target_or_itself():
     assert callable_from({"_target_": "rt_user.add", "_partial_": True, "b": 3})(1) == 4
     assert callable_from(len) is len
     assert callable_from(None) is None
-    with pytest.raises(
-        TargetError, match=r"rt_user\.number cannot be called: its type is int"
-    ):
+    with pytest.raises(TargetError, match=r"rt_user\.number cannot be called: its type is int"):
         callable_from("rt_user.number", at="data.collate_fn")
     with pytest.raises(TargetError, match=r"data\.collate_fn: cannot be called: its type is Net"):
         callable_from({"_target_": "rt_user.Net", "width": 1}, at="data.collate_fn")
