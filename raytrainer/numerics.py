@@ -72,6 +72,8 @@ def kernels_as_configured(config: Config, device: torch.device) -> Iterator[None
             return
         settings.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(config.intra_op_threads)
+        if training.compile and device.type == "cuda":
+            _refuse_unsteady_compiler()
         settings.enter_context(_deterministic_kernels(device, compiled=bool(training.compile)))
         try:
             yield
@@ -105,6 +107,16 @@ def _deterministic_kernels(device: torch.device, compiled: bool) -> Iterator[Non
         set_mode(before[0], warn_only=before[1])
         torch.utils.deterministic.fill_uninitialized_memory = filling
         torch.backends.cudnn.benchmark = cudnn
+
+
+def _refuse_unsteady_compiler() -> None:
+    """Without its deterministic mode the compiler chooses among GPU kernels by their measured time."""
+    import torch._inductor.config
+
+    if not hasattr(torch._inductor.config, "deterministic"):
+        rule = f"torch {torch.__version__} compiles for a GPU by measured times, in each process anew"
+        fix = "leave out compile, or write determinism: order"
+        raise ConfigError(Problem("config", "training.compile", rule, fix=fix))
 
 
 def _no_deterministic_form(operation: str) -> ConfigError:

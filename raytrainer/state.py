@@ -23,7 +23,7 @@ class Progress:
 
     step, samples_seen: of finished steps since the start of the run; epoch: finished epochs; step_in_epoch:
     of the current one, equal to the steps an epoch when its end (schedule, evaluation) is still to be
-    attended to.
+    attended to; loss_sum, loss_steps: of the steps since the last that was logged, whose mean is train/loss.
     """
 
     step: int = 0
@@ -39,6 +39,8 @@ class Progress:
     evaluations_without_gain: int = 0
     stopped_early: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
+    loss_sum: Any = 0.0
+    loss_steps: int = 0
 
     def load(self, state: dict[str, Any]) -> None:
         for entry in fields(self):
@@ -90,6 +92,7 @@ class TrainState:
         """A copy in host memory. ledger: what the steps since the checkpoint before consumed."""
         progress = self.progress
         progress.metrics = {name: float(value) for name, value in progress.metrics.items()}
+        progress.loss_sum = float(progress.loss_sum)
         return Snapshot(
             step=progress.step,
             epoch=progress.epoch,

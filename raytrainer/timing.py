@@ -11,8 +11,8 @@ import torch
 
 
 class StepTimer:
-    """Sums up the steps since the last logged one: loss, rate, and the share of time spent waiting
-    for data."""
+    """Sums up the steps since the last logged one: their rate, and the share of time spent waiting for
+    data."""
 
     def __init__(self) -> None:
         self.gradient_norm: torch.Tensor | None = None
@@ -23,8 +23,6 @@ class StepTimer:
         self._data_wait_s = 0.0
         self._outside_s = 0.0
         self._num_samples = 0
-        self._num_steps = 0
-        self._loss_sum: Any = 0.0
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches; the time that each is waited for counts as data wait."""
@@ -47,17 +45,14 @@ class StepTimer:
         finally:
             self._outside_s += time.perf_counter() - before
 
-    def step(self, num_samples: int, votes: torch.Tensor) -> None:
-        """Counts a finished step; votes[0] is its mean loss, which nothing waits for here."""
+    def step(self, num_samples: int) -> None:
+        """Counts a finished step."""
         self._num_samples += num_samples
-        self._num_steps += 1
-        self._loss_sum = self._loss_sum + votes[0]
 
     def window(self) -> dict[str, Any]:
-        """The mean loss (a 0-d tensor), samples_per_s and data_time_pct since the last call."""
+        """samples_per_s and data_time_pct since the last call."""
         wall_s = max(1e-9, time.perf_counter() - self._started - self._outside_s)
         values = {
-            "loss": self._loss_sum / max(1, self._num_steps),
             "samples_per_s": round(self._num_samples / wall_s, 1),
             "data_time_pct": round(100 * self._data_wait_s / wall_s, 1),
         }

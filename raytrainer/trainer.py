@@ -39,7 +39,7 @@ from raytrainer.step_mark import StepMark, last_marked_step
 from raytrainer.timing import StepTimer
 from raytrainer.transfer import ahead_of_use
 from raytrainer.tree_step import TreeStep
-from raytrainer.voting import VoteReader
+from raytrainer.voting import LOSS, VoteReader
 
 if TYPE_CHECKING:
     from raytrainer.config import Config
@@ -347,7 +347,7 @@ class Trainer:
         if self._snapshots is not None:
             with timer.outside():
                 self._snapshots.take_if_due(progress.step, lambda: self._copy_finished_step(0))
-        timer.step(plan.num_samples, self.gradients.votes_grad)
+        timer.step(plan.num_samples)
         if progress.step % self.config.logging.every_n_steps == 0:
             self._log_step()
         return stop
@@ -358,6 +358,8 @@ class Trainer:
         progress.step_in_epoch += 1
         progress.samples_seen += num_samples
         progress.skipped_updates += not healthy
+        progress.loss_sum = progress.loss_sum + self.gradients.votes_grad[LOSS]
+        progress.loss_steps += 1
         self._ledger.finish(progress.step, progress.epoch)
 
     def _alternate(self, plan: Any, microbatches: list[Any], wish: bool) -> tuple[bool, bool]:
@@ -500,6 +502,8 @@ class Trainer:
             return None
         with self._timer.outside():
             self.gradients.share_buffers()
+            if self.state.ema is not None:
+                broadcast_tensors(self.state.ema.buffers(), self.process.world_size)
             return self._evaluate_model()
 
     def _note_evaluation(self, values: dict[str, float]) -> bool:
@@ -628,15 +632,16 @@ class Trainer:
     def _log_step(self) -> None:
         progress = self.state.progress
         window = self._timer.window()
-        progress.metrics["train/loss"] = window["loss"] = (
-            float(window["loss"]) if self.device.type == "cpu" else window["loss"]
-        )
+        loss = progress.loss_sum / max(1, progress.loss_steps)
+        progress.loss_sum, progress.loss_steps = 0.0, 0
+        progress.metrics["train/loss"] = loss = float(loss) if self.device.type == "cpu" else loss
         optimizer = next(iter(self.state.optimizers.values()))
         self._logger.log(
             {
                 "step": progress.step,
                 "epoch": progress.epoch,
                 "time_s": round(time.time(), 3),
+                "loss": loss,
                 **window,
                 "lr": optimizer.param_groups[0]["lr"],
                 "world_size": self.process.world_size,

@@ -37,7 +37,9 @@ class TreeReduction:
         self._process = process
         self._buckets = [_Bucket(run, process) for run in _runs(parameters)]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
-        self._overlapping = False
+        self._expecting = self._overlapping = False
+        self._seen: set[nn.Parameter] = set()
+        self._in_one_piece: bool | None = None  # whether each gradient was, so far; None: not known yet
         self._num_shipped = self._num_folded = 0
         self._merges: tuple[int, ...] = ()
         self._num_added = 0
@@ -56,11 +58,14 @@ class TreeReduction:
     def expect(self) -> None:
         """The backward pass of the next local microbatch is about to start."""
         last = self._num_added == len(self._merges) - 1
-        self._overlapping = last and self._process.world_size > 1
+        self._expecting, self._overlapping = True, last and self._in_one_piece is True
+        self._seen.clear()
 
     def add(self) -> None:
         """The backward pass is over: its gradients are taken in, and are None afterwards."""
-        self._overlapping = False
+        self._expecting = self._overlapping = False
+        if self._seen and self._in_one_piece is None:
+            self._in_one_piece = True
         for bucket in self._buckets[self._num_shipped :]:
             bucket.add(self._merges[self._num_added])
         self._num_added += 1
@@ -75,6 +80,12 @@ class TreeReduction:
             bucket.finish()
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
+        if not self._expecting:  # the turn of another optimizer
+            return
+        if parameter in self._seen:
+            self._note_another_piece(parameter)
+            return
+        self._seen.add(parameter)
         if not self._overlapping:
             return
         self._bucket_of[parameter].num_ready += 1
@@ -82,6 +93,19 @@ class TreeReduction:
         while self._num_shipped < len(self._buckets) and self._buckets[self._num_shipped].is_ready:
             self._buckets[self._num_shipped].add(self._merges[-1])
             self._ship()
+
+    def _note_another_piece(self, parameter: nn.Parameter) -> None:
+        self._in_one_piece = False
+        if self._bucket_of[parameter] in self._buckets[: self._num_shipped]:
+            raise ConfigError(
+                Problem(
+                    "config",
+                    "training.determinism",
+                    "a parameter got its gradient in several pieces in this step, and in one in those before",
+                    "bitwise",
+                    "use torch.utils.checkpoint with use_reentrant=False, or write determinism: order",
+                )
+            )
 
     def _ship(self) -> None:
         self._buckets[self._num_shipped].ship(self._plan)
@@ -253,18 +277,3 @@ def _runs(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
         own[-1].append(parameter)
         sizes[key] += num_bytes
     return [run for own in runs.values() for run in own]
-
-
-def refuse_sparse_gradients(model: nn.Module) -> None:
-    """Raises ConfigError for an embedding with sparse gradients, which have no place in a flat vector."""
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            raise ConfigError(
-                Problem(
-                    "config",
-                    "training.determinism",
-                    f"{name} has sparse gradients ({type(module).__name__}), whose sum has no fixed order",
-                    "bitwise",
-                    "make it with sparse=False, or write determinism: order",
-                )
-            )

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from raytrainer.errors import ConfigError, Problem
 from raytrainer.step import MicrobatchStep
-from raytrainer.tree_reduction import TreeReduction, refuse_sparse_gradients
+from raytrainer.tree_reduction import TreeReduction
 
 if TYPE_CHECKING:
     from raytrainer.data.loader import LoadedMicrobatch
@@ -23,7 +24,7 @@ class TreeStep(MicrobatchStep):
     """
 
     def __init__(self, model: nn.Module, *args: Any, **common: Any):
-        refuse_sparse_gradients(model)
+        _refuse_what_has_no_fixed_sum(model)
         super().__init__(model, *args, **common)
         self._reductions: dict[str | None, TreeReduction] = {}
 
@@ -63,3 +64,20 @@ class TreeStep(MicrobatchStep):
                 [parameter for parameter in trained if parameter.requires_grad], self._process
             )
         return self._reductions[optimizer]
+
+
+def _refuse_what_has_no_fixed_sum(model: nn.Module) -> None:
+    """Raises ConfigError for sparse gradients and for batch statistics over all ranks."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            rule = (
+                "its statistics are those of a rank's microbatch and the others', so of the number of ranks"
+            )
+            fix = "use BatchNorm, or write determinism: order"
+        elif isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            rule = "its gradients are sparse, and their sums have no fixed order"
+            fix = "make it with sparse=False, or write determinism: order"
+        else:
+            continue
+        what = f"{name or 'the model'} is of type {type(module).__name__}: {rule}"
+        raise ConfigError(Problem("config", "training.determinism", what, "bitwise", fix))

@@ -79,6 +79,7 @@ SECTIONS = {
         "accuracy": {"_target_": "torchmetrics.classification.MulticlassAccuracy", "num_classes": 4},
         "hinge": {"_target_": "torchmetrics.classification.MulticlassHingeLoss", "num_classes": 4},
     },
+    "logging": {"every_n_steps": 4, "sinks": ["jsonl"]},  # a mean over steps before and after a stop
     "training": {"max_epochs": 2, "gradient_clip_norm": 0.5, "ema": {"decay": 0.9}},
 }
 

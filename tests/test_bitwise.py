@@ -5,17 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from raytrainer import numerics
 from raytrainer.distributed import Process
 from raytrainer.errors import ClusterRequestError, ConfigError, ResumeError
 from raytrainer.numerics import numerics_of, refuse_unlike_ranks
+from raytrainer.tree_reduction import TreeReduction
 from tests import training
 from tests.bitwise_ranks import Job, train_all
 from tests.training import config
 
 BITWISE = "training.determinism=bitwise"
 BF16 = [BITWISE, "training.precision=bf16-mixed"]
+FP16 = [BITWISE, "training.precision=fp16-mixed"]
 TURNS = [BITWISE, "task={_target_: tests.bitwise_ranks.TwoOptimizers}"]
 UNUSED = ["training.find_unused_parameters=true"]
 SKIP = [
@@ -28,9 +31,8 @@ SKIP = [
 
 def bits(result):
     """All that must be equal: weights, state, and what the evaluations gave."""
-    metrics = {name: value for name, value in result.metrics.items() if name.startswith("eval/")}
-    assert set(metrics) == {"eval/loss", "eval/accuracy", "eval/hinge"}
-    return result.weights_sha256, result.state_sha256, metrics
+    assert set(result.metrics) == {"train/loss", "eval/loss", "eval/accuracy", "eval/hinge"}
+    return result.weights_sha256, result.state_sha256, result.metrics
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +46,13 @@ def ends(tmp_path_factory):
         Job("history", 1, [BITWISE], stop_at=4),
         Job("history", 2, [BITWISE]),
         Job("bf16", 3, BF16),
+        Job("fp16", 3, FP16),
         Job("turns", 3, TURNS),
         Job("skip", 3, SKIP),
         Job("order", 3, UNUSED),
         Job("one", 1, [BITWISE]),
         Job("one_bf16", 1, BF16),
+        Job("one_fp16", 1, FP16),
         Job("one_turns", 1, TURNS),
         Job("one_skip", 1, SKIP),
         Job("one_order", 1, UNUSED),
@@ -66,6 +70,7 @@ def ends(tmp_path_factory):
         ("history", "one"),
         ("skip", "one_skip"),
         ("bf16", "one_bf16"),
+        ("fp16", "one_fp16"),
         ("turns", "one_turns"),
     ],
 )
@@ -111,15 +116,38 @@ def test_what_has_no_deterministic_form_is_named(tmp_path):
         training.train(config(tmp_path, BITWISE, objects={"model": Unpooling()}))
 
 
+def test_a_gradient_that_comes_in_pieces_is_waited_for():
+    """A shared layer in two reentrant checkpoints accumulates twice in one backward pass."""
+    layer = nn.Linear(2, 2)
+    reduction = TreeReduction(list(layer.parameters()), Process(0, world_size=2))
+    for _ in range(2):
+        reduction.begin(num_microbatches=2)
+        reduction.expect()
+        hidden = torch.ones(1, 2, requires_grad=True)
+        for _ in range(2):
+            hidden = checkpoint(layer, hidden, use_reentrant=True)
+        hidden.sum().backward()
+        assert layer.bias.grad is not None  # else it was sent off by its first piece
+        reduction.add()
+        assert layer.bias.grad is None
+
+
 class SparseTokens(nn.Module):
     def __init__(self):
         super().__init__()
         self.tokens = nn.Embedding(10, 4, sparse=True)
 
 
-def test_sparse_gradients_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="tokens has sparse gradients"):
-        training.train(config(tmp_path, BITWISE, objects={"model": SparseTokens()}))
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (SparseTokens(), "tokens is of type Embedding: its gradients are sparse"),
+        (nn.Sequential(nn.Linear(8, 4), nn.SyncBatchNorm(4)), "1 is of type SyncBatchNorm"),
+    ],
+)
+def test_what_has_no_fixed_sum_is_refused(tmp_path, model, reason):
+    with pytest.raises(ConfigError, match=reason):
+        training.train(config(tmp_path, BITWISE, objects={"model": model}))
 
 
 @pytest.mark.parametrize(

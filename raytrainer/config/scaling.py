@@ -89,8 +89,8 @@ class ScalingSection(Section):
     num_workers: NumWorkers = Field(
         1,
         description="Number of train workers (processes), or `{min, max}`: as many as there is room for, "
-        "growing and shrinking without losing a step. The result does not depend on it: the batch of a step "
-        "is `data.global_batch_size` samples whatever it is.",
+        "growing and shrinking without losing a step. Batch, sample order and learning rate do not depend on "
+        "it; sums round differently, unless `training.determinism: bitwise`.",
         examples=[2, {"min": 1, "max": 4}],
     )
     grow_within_s: float = Field(

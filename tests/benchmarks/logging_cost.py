@@ -62,8 +62,8 @@ def always_there_us(num_steps: int) -> float:
     """CPU microseconds a step of StepTimer and VoteReader, which work at every step whatever is logged."""
     import torch
 
-    from raytrainer.step import VoteReader
     from raytrainer.timing import StepTimer
+    from raytrainer.voting import VoteReader
 
     votes, reader, timer = torch.zeros(4), VoteReader(torch.device("cpu")), StepTimer()
 
@@ -74,7 +74,7 @@ def always_there_us(num_steps: int) -> float:
             reader.push(step, votes)
             for read in reader.read():
                 assert not read.stop
-            timer.step(128, votes)
+            timer.step(128)
 
     def without() -> None:
         batches = iter(range(num_steps))

@@ -87,7 +87,6 @@ def _first(runs: list[Measured]) -> list[float]:
 
 def _row(runs: list[Measured]) -> dict[str, float]:
     return {
-        "rank starts, s": median(run.first_s("rank") for run in runs),
         "first step, s": median(_first(runs)),
         "exit, s": median(run.exit_s for run in runs),
         "last exit, s": median(run.gone_s for run in runs),
