@@ -541,8 +541,6 @@ class Trainer:
             batches = EvalBatches(len(self.data.eval), size, process.rank, process.world_size)
             self._eval_loader = self._build_loader(self.data.eval, batches, "data.eval")
         model = self.state.evaluated_model
-        if self.state.ema is not None:
-            broadcast_tensors(model.buffers(), process.world_size)
         task.model, trained = model, task.model
         try:
             return evaluate(

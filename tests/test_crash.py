@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 
 import raytrainer
 from raytrainer.audit import audit_run
+from raytrainer.checkpoint import CheckpointWriter, Snapshot
 from raytrainer.cluster.survivor import choose_survivor
 from raytrainer.errors import ConfigError
+from raytrainer.manifest import list_checkpoints
+from raytrainer.rundir import RunDirectory
 from raytrainer.snapshots import MAX_SHARE, SnapshotPace, snapshot_folder
 from tests.training import config
 
@@ -81,6 +84,18 @@ def test_a_lost_rank_costs_at_most_one_step_at_any_checkpoint_interval(tmp_path,
     found = audit_run(result.run_dir)
     assert found.exact, str(found)
     assert found.num_attempts == 2
+
+
+def test_a_closed_writer_still_commits_what_a_survivor_holds(tmp_path):
+    """The training thread closes its writer when it fails, and only then is rank 0 asked to save."""
+    told = []
+    with RunDirectory.open(config(tmp_path)) as run_dir:
+        writer = CheckpointWriter(run_dir, num_to_keep=3, monitor=None, mode="min", on_commit=told.append)
+        writer.submit(Snapshot(3, 0, {}, {}))
+        writer.close()
+        writer.close_with(Snapshot(4, 0, {}, {}))
+        assert [info.step for info in list_checkpoints(run_dir.storage)] == [3, 4]
+    assert [info.step for info in told] == [3, 4]
 
 
 @given(st.dictionaries(st.integers(0, 7), st.none() | st.integers(0, 9)), st.none() | st.integers(0, 9))
