@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,26 @@ class WeightedTask(Task):
         losses = nn.functional.cross_entropy(self.model(inputs), targets, reduction="none") * counted
         weight = counted.sum()
         return StepOutput(losses.sum() / weight.clamp_min(1), weight, {"counted": weight})
+
+
+class KilledOnce(Task):
+    """The process of `rank` dies by SIGKILL in its step `step`, unless the file `told` is there already."""
+
+    def __init__(self, step: int, rank: int, told: str):
+        self._at, self._rank, self._told = step, rank, Path(told)
+
+    def training_step(self, batch: Any) -> Any:
+        wanted = self.step == self._at - 1 and int(os.environ["RANK"]) == self._rank
+        if wanted and not self._told.exists():
+            self._told.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch)
+
+
+def killed_once(tmp_path: Path, step: int, rank: int) -> dict[str, Any]:
+    """The section of a config that has a rank killed in a step."""
+    target = "tests.training.KilledOnce"
+    return {"task": {"_target_": target, "step": step, "rank": rank, "told": str(tmp_path / "told")}}
 
 
 def config(tmp_path: Path, *overrides: str, objects: dict[str, Any] | None = None, **sections: Any) -> Config:
