@@ -22,7 +22,7 @@ from raytrainer.rundir import RunDirectory
 from raytrainer.storage import read_lines
 
 Record = dict[str, Any]
-_GATHER_INTERVAL_S = 0.2
+_GATHER_INTERVAL_S = 0.02
 _FLUSH_INTERVAL_S = 1.0
 _UPLOAD_INTERVAL_S = 60.0
 _METRICS_FILE = "metrics.jsonl"

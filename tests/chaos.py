@@ -25,7 +25,7 @@ from raytrainer.cluster.run import run as run_config
 from raytrainer.errors import ConfigError
 from raytrainer.rundir import read_result
 from raytrainer.table import as_table
-from tests.test_crash import ranks_of_this_process
+from tests.test_resize import ranks_of_this_process
 from tests.training import config
 
 MAX_WORKERS = 4

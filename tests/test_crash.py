@@ -1,7 +1,6 @@
 """What a crash costs: the survivors save the last finished step, whatever the checkpoint interval."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from raytrainer.errors import ConfigError
 from raytrainer.manifest import list_checkpoints
 from raytrainer.rundir import RunDirectory
 from raytrainer.snapshots import MAX_SHARE, SnapshotPace, snapshot_folder
-from tests.training import config
+from tests.training import config, killed_once
 
 HARD = [
     "optimizer={_target_: torch.optim.AdamW, lr: 0.01}",
@@ -29,27 +28,6 @@ HARD = [
 ]
 
 
-def ranks_of_this_process():
-    """{rank: process id} of the group that runs now."""
-    found = {}
-    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
-        try:
-            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        except (OSError, ValueError):
-            continue
-        ranks = [word for word in words if word.startswith(b"--rank=")]
-        if parent == os.getpid() and ranks:
-            found[int(ranks[0].removeprefix(b"--rank="))] = pid
-    return found
-
-
-def killed_at(tmp_path, step, rank):
-    """The override that has `rank` killed once, in the step after `step` finished ones."""
-    target = "tests.training.DyingTask"
-    return f"task={{_target_: {target}, folder: '{tmp_path}', step: {step}, rank: {rank}}}"
-
-
 def events(run_dir, name):
     lines = Path(run_dir, "events.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["event"] == name]
@@ -59,9 +37,9 @@ def weights_of(result):
     return torch.load(f"{result.run_dir}/{result.checkpoint}/model.pt", weights_only=True)
 
 
-def run(tmp_path, num_workers, name, *overrides, observer=None):
+def run(tmp_path, num_workers, name, *overrides, observer=None, **sections):
     wanted = [f"scaling.num_workers={num_workers}", f"name={name}", *overrides]
-    return raytrainer.run(config(tmp_path, *wanted), local=True, observer=observer)
+    return raytrainer.run(config(tmp_path, *wanted, **sections), local=True, observer=observer)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +51,7 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_lost_rank_costs_at_most_one_step_at_any_checkpoint_interval(tmp_path, whole, rank):
     """Killed rank 0 too: the others know BatchNorm's statistics, which only its microbatch changes."""
-    result = run(tmp_path, 3, "killed", *HARD, killed_at(tmp_path, 8, rank))
+    result = run(tmp_path, 3, "killed", *HARD, **killed_once(tmp_path, 9, rank))
     assert (result.status, result.restarts, result.steps) == ("finished", 1, 15)
     assert result.lost_steps <= 1
     (resumed,) = events(result.run_dir, "resumed")
@@ -115,7 +93,7 @@ SNAPSHOT = "checkpoint={every: {steps: 1000}, snapshot: {steps: 2}}"
 def test_where_no_rank_survives_the_last_snapshot_does(tmp_path):
     wanted = [*HARD[:4], "logging.ledger=true", SNAPSHOT]
     undisturbed = run(tmp_path, 1, "whole", *wanted)
-    result = run(tmp_path, 1, "killed", *wanted, killed_at(tmp_path, 9, 0))
+    result = run(tmp_path, 1, "killed", *wanted, **killed_once(tmp_path, 9, 0))
     assert (result.status, result.restarts, result.steps) == ("finished", 1, 15)
     assert result.lost_steps <= 4
     assert events(result.run_dir, "resumed")[0]["step"] >= 6

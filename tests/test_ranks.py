@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import torch
 import raytrainer
 from raytrainer.errors import RaytrainerError
 from raytrainer.rundir import read_result
-from tests.training import Blobs, config
+from tests.training import Blobs, config, killed_once
 
 EVAL = {"_target_": "tests.training.Blobs", "size": 37}
 ACCURACY = {"accuracy": {"_target_": "torchmetrics.classification.MulticlassAccuracy", "num_classes": 4}}
@@ -43,43 +42,25 @@ def test_any_number_of_ranks_comes_to_the_same_model(tmp_path):
 
 def test_a_rank_killed_in_mid_epoch_changes_nothing(tmp_path):
     """Three ranks, since with two the order of a sum could not matter; killed between two checkpoints."""
-    common = ["checkpoint.every={steps: 2}", "data.loader.num_workers=1"]
-    whole = run(tmp_path, 3, *common, name="whole")
-    killed = []
-
-    def kill_once(record):
-        if record.get("step") == 9 and "loss" in record and not killed:
-            children = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _is_rank_1(int(pid))]
-            for pid in children:
-                os.kill(pid, signal.SIGKILL)
-            killed.append(children)
-
-    wanted = ["scaling.num_workers=3", "name=killed", *common]
-    result = raytrainer.run(config(tmp_path, *wanted), local=True, observer=kill_once)
-    assert len(killed) == 1
-    assert len(killed[0]) == 1
+    common = ["checkpoint.every={steps: 5}", "data.loader.num_workers=1"]
+    kill = killed_once(tmp_path, 9, 1)
+    told = tmp_path / "told"
+    told.touch()
+    whole = run(tmp_path, 3, *common, name="whole", **kill)
+    told.unlink()
+    result = run(tmp_path, 3, *common, name="killed", **kill)
+    assert told.exists()
     assert (result.status, result.restarts, result.world_sizes) == ("finished", 1, [3])
-    assert 0 <= result.lost_steps <= 2
+    assert result.lost_steps <= 1
     assert (result.weights_sha256, result.state_sha256) == (whole.weights_sha256, whole.state_sha256)
     events = [json.loads(line) for line in (tmp_path / "killed/events.jsonl").read_text().splitlines()]
-    assert [e["event"] for e in events if e["event"] not in ("checkpointed",)] == [
+    assert [event["event"] for event in events if event["event"] != "checkpointed"] == [
         "started",
         "worker_failed",
         "resumed",
         "finished",
     ]
     assert read_result(result.run_dir).weights_sha256 == whole.weights_sha256
-
-
-def _is_rank_1(pid):
-    """Whether `pid` is rank 1 of a group that this process started."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            parent = int(stat.read().rpartition(")")[2].split()[1])
-        with open(f"/proc/{pid}/cmdline", "rb") as cmdline:
-            return parent == os.getpid() and b"--rank=1" in cmdline.read().split(b"\0")
-    except (OSError, ValueError):
-        return False
 
 
 class FailsOnRank1(Blobs):

@@ -55,7 +55,10 @@ def test_two_ranks_return_results_and_send_records_in_order(ray_address, tmp_pat
     assert [record["step"] for record in records if "step" in record] == list(range(500))
     assert records[-1] == {"output": "rank 0 says hello", "stream": "stdout"}
     assert "rank 1 says hello" in (tmp_path / "rank_1.log").read_text()
-    assert not psutil.pid_exists(outcome.result["pid"])
+    deadline = time.monotonic() + 30  # a killed worker is gone soon, not at once
+    while psutil.pid_exists(outcome.result["pid"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     shown = capfd.readouterr()
     assert shown.out == ""
     assert shown.err == ""
@@ -176,7 +179,7 @@ class Driver:
         return found
 
     def wait_until_none_is_left(self):
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         while left := self.left():
             assert time.monotonic() < deadline, [process.cmdline() for process in left]
             time.sleep(0.1)

@@ -1,6 +1,8 @@
 """The number of workers changes during a run: no step is lost, and no sample."""
 
 import os
+import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +12,37 @@ from raytrainer.cluster import local, sizes
 from raytrainer.cluster.run import run as run_config
 from raytrainer.cluster.signals import RESIZE, StopSignal
 from raytrainer.cluster.sizes import Bounds, Resizing, Slots
-from tests.test_crash import HARD, events, killed_at, run, weights_of
+from tests.test_crash import HARD, events, run, weights_of
 from tests.training import config
+
+
+def ranks_of_this_process():
+    """{rank: process id} of the group that runs now."""
+    found = {}
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        try:
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except (OSError, ValueError):
+            continue
+        ranks = [word for word in words if word.startswith(b"--rank=")]
+        if parent == os.getpid() and ranks:
+            found[int(ranks[0].removeprefix(b"--rank="))] = pid
+    return found
+
+
+class KillAt:
+    """An observer that kills ranks once, when `step` is logged."""
+
+    def __init__(self, step, *ranks):
+        self.step, self.ranks, self.done = step, ranks, False
+
+    def __call__(self, record):
+        if record.get("step") == self.step and "loss" in record and not self.done:
+            self.done = True
+            pids = ranks_of_this_process()
+            for rank in self.ranks:
+                os.kill(pids[rank], signal.SIGKILL)
 
 
 class At:
@@ -84,12 +115,16 @@ def test_growing_and_shrinking_lose_no_step_and_no_sample(tmp_path, opened):
 
 def test_a_lost_slot_is_left_without_trying_the_old_size(tmp_path):
     slots = Slots(3)
+    kill, gate = KillAt(7, 1), tmp_path / "gate_8"
+    os.mkfifo(gate)  # the ranks wait for the kill, which comes some time after the record
 
     def lose(record):
-        if record.get("event") == "worker_failed":
+        if record.get("step") == 7 and "loss" in record:
             slots.set(2)
+            kill(record)
+            gate.write_text("open")
 
-    result = elastic(tmp_path, "lost", slots, lose, killed_at(tmp_path, 7, 1))
+    result = elastic(tmp_path, "lost", slots, lose)
     assert (result.status, result.world_sizes) == ("finished", [3, 2])
     assert result.lost_steps <= 1
     (resized,) = events(result.run_dir, "resized")

@@ -61,6 +61,26 @@ class WeightedTask(Task):
         return StepOutput(losses.sum() / weight.clamp_min(1), weight, {"counted": weight})
 
 
+class KilledOnce(Task):
+    """The process of `rank` dies by SIGKILL in its step `step`, unless the file `told` is there already."""
+
+    def __init__(self, step: int, rank: int, told: str):
+        self._at, self._rank, self._told = step, rank, Path(told)
+
+    def training_step(self, batch: Any) -> Any:
+        wanted = self.step == self._at - 1 and int(os.environ["RANK"]) == self._rank
+        if wanted and not self._told.exists():
+            self._told.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch)
+
+
+def killed_once(tmp_path: Path, step: int, rank: int) -> dict[str, Any]:
+    """The section of a config that has a rank killed in a step."""
+    target = "tests.training.KilledOnce"
+    return {"task": {"_target_": target, "step": step, "rank": rank, "told": str(tmp_path / "told")}}
+
+
 def config(tmp_path: Path, *overrides: str, objects: dict[str, Any] | None = None, **sections: Any) -> Config:
     """70 samples in steps of 16 (the last of 6), microbatches of 4, five steps an epoch."""
     mapping: dict[str, Any] = {
@@ -95,21 +115,6 @@ class StopAtStep:
 
 def train(config: Config, stop_at: int | None = None) -> Result:
     return Trainer(config, stop=None if stop_at is None else StopAtStep(stop_at)).train()
-
-
-class DyingTask(Task):
-    """Rank `rank` is killed once, in the step after `step` finished ones; `folder` holds what tells of it."""
-
-    def __init__(self, folder: str, step: int, rank: int):
-        self.folder, self.deadly_step, self.deadly_rank = folder, step, rank
-
-    def training_step(self, batch: Any) -> Any:
-        if self.step == self.deadly_step and os.environ.get("RANK", "0") == str(self.deadly_rank):
-            told = Path(self.folder, "killed_once")
-            if not told.exists():
-                told.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-        return super().training_step(batch)
 
 
 class GatedTask(Task):

@@ -156,8 +156,8 @@ class _Sampler:
 
     def _sample(self) -> float:
         """CPU-seconds so far: the kernel's sum over processes that were waited for, or, where that is less,
-        what each process was last seen with. Ray's daemons do not wait for their children, whose time is
-        then missing from the first; short-lived processes are from the second."""
+        what each process was last seen with. Ray's daemons do not wait for their children, whose time is then
+        missing from the first; short-lived processes are from the second."""
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         waited_for_s = usage.ru_utime + usage.ru_stime
         for pid, process in _descendants().items():
