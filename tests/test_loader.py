@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import random
@@ -23,6 +24,7 @@ from raytrainer.data import (
     InMemoryImages,
     build_loader,
     explain_loader_error,
+    loader_process,
 )
 from raytrainer.data.checks import inspect_dataset
 from raytrainer.errors import DataError, SampleError, WorkerLostError
@@ -279,6 +281,82 @@ def test_closing_a_loader_ends_its_workers(persistent):
     assert not any(worker.is_alive() for worker in workers)
     assert len(list(loader)) == 11, "it can be used again"
     loader.close()
+
+
+class Tattling:
+    """A cycle of garbage, such as a process group of gloo leaves, that tells which process destroys it."""
+
+    def __init__(self, path):
+        self.itself = self
+        self.path = path
+
+    def __del__(self):
+        with self.path.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+class Collecting(Noisy):
+    def __getitem__(self, index):
+        gc.collect()
+        return os.getpid(), gc.isenabled()
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_forked_loader_worker_leaves_its_parent_s_garbage_alone(tmp_path, collects):
+    settings = loader_settings(1, multiprocessing_context="fork")
+    loader = build_loader(Collecting(), EvalBatches(11, 1), settings, collate_fn=list)
+    gc.collect()
+    if not collects:
+        gc.disable()
+    try:
+        Tattling(tmp_path / "destroyed by")
+        [[(worker, worker_collects)], *_] = [loaded.batch for loaded in loader]
+        assert gc.isenabled() is collects
+    finally:
+        gc.enable()
+    loader.close()
+    gc.collect()
+    assert worker != os.getpid()
+    assert worker_collects is collects
+    assert (tmp_path / "destroyed by").read_text() == f"{os.getpid()}\n"
+
+
+forks_to_hang = 0
+
+
+def _hang_where_told():
+    if forks_to_hang:
+        threading.Event().wait()
+
+
+os.register_at_fork(after_in_child=_hang_where_told)
+
+
+def test_a_loader_worker_stuck_in_its_fork_is_forked_again(monkeypatch):
+    monkeypatch.setattr(loader_process, "_START_LIMITS_S", (0.5, 40))
+    settings = loader_settings(1, multiprocessing_context="fork")
+    loader = build_loader(Noisy(), EvalBatches(11, 1), settings)
+    stuck = []
+
+    def batches(iterate=loader._batches):
+        monkeypatch.setattr(sys.modules[__name__], "forks_to_hang", 1 - len(stuck))
+        started = iterate()
+        if forks_to_hang:
+            stuck.extend(started._workers)
+        return started
+
+    monkeypatch.setattr(loader, "_batches", batches)
+    assert len(list(loader)) == 11
+    loader.close()
+
+    [first] = stuck
+    stuck.clear()
+    monkeypatch.setattr(loader_process, "_START_LIMITS_S", (0.5,))
+    with pytest.raises(WorkerLostError, match="did not start in"):
+        iter(loader)
+    [second] = stuck
+    assert not first.is_alive()
+    assert not second.is_alive()
 
 
 def test_settings_reach_the_data_loader():

@@ -17,7 +17,12 @@ import torch
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from raytrainer.data.checks import answers_whole_batches, inspect_dataset, root_sample, sample_name
-from raytrainer.data.loader_process import exit_with_parent, explain_loader_error, lost_loader_worker
+from raytrainer.data.loader_process import (
+    begin_loader_worker,
+    explain_loader_error,
+    lost_loader_worker,
+    start_loader_workers,
+)
 from raytrainer.data.order import MICROBATCH_STREAM, SAMPLE_STREAM, mix_seed
 from raytrainer.data.sampler import Microbatch
 from raytrainer.errors import DataError, RaytrainerError, SampleError
@@ -230,9 +235,22 @@ class MicrobatchLoader(DataLoader):
     _running: Callable[[], Any] = staticmethod(lambda: None)
 
     def __iter__(self) -> Iterator[LoadedMicrobatch]:
+        if self._forks():
+            batches = start_loader_workers(self._batches, lambda batches: self.close())
+        else:
+            batches = self._batches()
+        return _Iterator(self, batches)
+
+    def _batches(self) -> Iterator[Any]:
         batches = super().__iter__()
         self._running = weakref.ref(batches)
-        return _Iterator(self, batches)
+        return batches
+
+    def _forks(self) -> bool:
+        """Whether loader workers are forked for the next iterator."""
+        if self.num_workers == 0 or self._iterator is not None:
+            return False
+        return (self.multiprocessing_context or multiprocessing).get_start_method() == "fork"
 
     def close(self) -> None:
         """Ends the loader workers now; may be called twice, and the loader used again.
@@ -321,7 +339,7 @@ def build_loader(
             "persistent_workers": settings.persistent_workers,
             "multiprocessing_context": settings.multiprocessing_context,
             "timeout": settings.timeout_s,
-            "worker_init_fn": exit_with_parent,
+            "worker_init_fn": begin_loader_worker,
         }
     return MicrobatchLoader(
         MicrobatchDataset(dataset, seed, collate_fn, on_bad_sample == "skip"),

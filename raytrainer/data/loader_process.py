@@ -1,18 +1,101 @@
-"""A loader worker's life: it ends with the process that started it, and its death is explained."""
+"""A loader worker's life: it starts for certain, ends with its parent, and its death is explained."""
 
 from __future__ import annotations
 
-import multiprocessing
+import gc
+import multiprocessing.connection
 import os
 import re
 import select
 import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple
 
 from raytrainer.errors import RaytrainerError, WorkerLostError
 
+# How long the loader workers of each attempt have until their first line of Python.
+_START_LIMITS_S = (5, 10, 20, 40)
 
-def exit_with_parent(worker_id: int) -> None:
-    """Runs at the start of a loader worker: the worker exits as soon as its parent is gone.
+
+class _Start(NamedTuple):
+    """What a loader worker that is forked now finds in its copy of the parent's memory."""
+
+    report_to: int  # the pipe's end to which it writes one byte, its first act
+    collects_garbage: bool
+
+
+_starting: _Start | None = None
+
+
+def start_loader_workers(make: Callable[[], Any], close: Callable[[Any], None]) -> Any:
+    """Returns make(), an iterator of a DataLoader, once the loader workers it forked are at work.
+
+    Forking a process with threads of other languages, as a process group has, leaves a worker in two dangers.
+    Such a thread may hold a lock in that moment, in some versions one of Python's own, and the worker waits
+    for it for ever, before its first line: it is closed and made again. And the worker has a copy of its
+    parent's garbage without the threads and devices behind it: to destroy a process group there crashes it,
+    so it starts with the collector off and never looks at what it inherited.
+
+    close: ends the workers of an iterator. Raises WorkerLostError when they did not start in four attempts.
+    """
+    for limit_s in _START_LIMITS_S:
+        with _reports() as reports:
+            batches = make()
+            workers = list(getattr(batches, "_workers", ()))
+            if _all_report(reports, workers, limit_s):
+                return batches
+        close(batches)
+        for worker in workers:
+            worker.kill()
+            worker.join()
+    raise lost_loader_worker(f"the loader workers did not start in {sum(_START_LIMITS_S)} s")
+
+
+@contextmanager
+def _reports() -> Iterator[int]:
+    global _starting
+    reports, report_to = os.pipe()
+    _starting = _Start(report_to, gc.isenabled())
+    gc.disable()
+    try:
+        yield reports
+    finally:
+        if _starting.collects_garbage:
+            gc.enable()
+        _starting = None
+        os.close(report_to)
+        os.close(reports)
+
+
+def _all_report(reports: int, workers: Sequence[BaseProcess], limit_s: float) -> bool:
+    """Whether each worker reports, or has died, which the iterator's next batch explains, within limit_s."""
+    deadline = time.monotonic() + limit_s
+    missing = len(workers)
+    while missing > 0:
+        sentinels = [worker.sentinel for worker in workers]
+        ready = multiprocessing.connection.wait([reports, *sentinels], max(0, deadline - time.monotonic()))
+        if reports in ready:
+            missing -= len(os.read(reports, missing))
+        else:
+            return bool(ready)
+    return True
+
+
+def begin_loader_worker(worker_id: int) -> None:
+    """Runs at the start of a loader worker, as its `worker_init_fn`."""
+    if _starting is not None:
+        os.write(_starting.report_to, b"1")
+        gc.freeze()
+        if _starting.collects_garbage:
+            gc.enable()
+    _exit_with_parent()
+
+
+def _exit_with_parent() -> None:
+    """Has this process exit as soon as its parent is gone.
 
     torch's own watchdog looks every 5 s, and only between batches; then the worker could still wait at its
     exit for somebody to read its last batch. Where the system has no pidfd, that watchdog is all there is.
