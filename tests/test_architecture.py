@@ -21,12 +21,13 @@ FLOORS = {
         "rundir", "snapshots", "step_mark", "storage", "table",
         # torch, and none of the loop
         "buffers", "checkpoint", "data", "deferred", "distributed", "fingerprint", "ledger", "loggers",
-        "models", "numerics", "optim", "timing", "transfer", "tree", "tree_reduction",
+        "models", "numerics", "optim", "randomness", "timing", "transfer", "tree", "tree_reduction",
     ],
-    2: ["build", "evaluation", "finished_step", "preflight", "state", "step", "task", "tasks", "trainer",
-    "tree_step", "voting"], 3: ["audit", "export", "finished", "predict", "reports", "runs"],
-    4: ["cluster"], 5: ["__main__", "api",
-    "cli", "launch_options", "new_project"],
+    2: ["build", "evaluation", "evaluator", "finished_step", "preflight", "records", "state", "step", "task",
+    "tasks", "trainer", "training_input", "tree_step", "updates", "voting"],
+    3: ["audit", "export", "finished", "predict", "reports", "runs"],
+    4: ["cluster"],
+    5: ["__main__", "api", "cli", "launch_options", "new_project"],
 }  # fmt: skip
 
 # Only this package may import ray.
