@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from raytrainer.__main__ import main
-from raytrainer.cluster import script_rank
+from raytrainer.cluster import script_hub, script_rank
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = Path(__file__).parent / "launch_scripts"
@@ -220,6 +220,12 @@ def test_a_script_that_spawns_processes_itself(here):
     assert sorted(path.name for path in here.glob("spawned_*")) == ["spawned_0", "spawned_1"]
 
 
+@pytest.mark.ray
+def test_a_script_that_starts_ray_itself(here, capfd):
+    assert launch(SCRIPTS / "ray_inside.py", num_workers=1) == 0
+    assert "sum 3 of rank 0" in capfd.readouterr().out
+
+
 # Output
 
 
@@ -293,6 +299,20 @@ def test_the_first_failure_is_shown_once_and_its_code_is_the_commands(here, capf
 def test_what_is_on_the_console_already_is_not_repeated(here, capfd):
     assert launch(ACT, here, "0=raise") == 1
     assert capfd.readouterr().err.count("ValueError: the label of sample 7 is -1") == 1
+
+
+def test_a_rank_that_ended_while_another_goes_on_is_told_of(here, capfd, monkeypatch):
+    notice = script_hub.ScriptHub._notice
+
+    def notice_and_let_go(hub):
+        notice(hub)
+        (here / "go").touch()
+
+    monkeypatch.setattr(script_hub, "NOTICE_S", 0.1)
+    monkeypatch.setattr(script_hub.ScriptHub, "_notice", notice_and_let_go)
+    assert launch(ACT, here, "1=late") == 0
+    assert (here / "go").exists(), "told before the other had ended by itself"
+    assert "rank 0 ended with exit code 0 over" in capfd.readouterr().err
 
 
 def test_a_script_that_ignores_sigterm_is_killed(here, monkeypatch):

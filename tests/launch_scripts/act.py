@@ -72,6 +72,11 @@ elif action == "leave":
 elif action == "fail_once":
     note(f"attempt{attempt}")
     sys.exit(7 if attempt == 0 else 0)
+elif action == "until_restart":
+    if attempt == 0:
+        note("ready")
+        wait()
+    note("world_size", os.environ["WORLD_SIZE"])
 elif action == "late":
     deadline = time.monotonic() + 20
     while not (folder / "go").exists() and time.monotonic() < deadline:
