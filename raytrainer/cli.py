@@ -61,12 +61,15 @@ def run(
             help="Begin a new run where this one's checkpoint stands: weights, optimizer and position.",
         ),
     ] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait for nodes to join while the Ray cluster is too small.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show Ray's own messages too.")] = False,
 ) -> int:
     """Train what CONFIG describes; the same command again resumes."""
     from raytrainer.config import add_importable, load_config
 
-    loaded = load_config(config, overrides or ())
+    loaded = load_config(config, [*(overrides or ()), *(["ray.wait=true"] if wait else [])])
     add_importable(loaded)
     from raytrainer.cluster.run import run as run_on_cluster
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from raytrainer.rundir import RunDirectory
 
 # Of the time, for taking and writing snapshots.
-MAX_SHARE = 0.03
+MAX_SHARE = 0.01
 # What a snapshot costs is not known before the first, which waits this long.
 FIRST_AFTER_S = 2.0
 

@@ -1,7 +1,8 @@
-"""`python -m tests.chaos --seed N --events 5`: a small training under a seeded schedule of faults.
+"""`python -m tests.chaos --seed N --events 5 [--ray]`: a small training under a seeded schedule of faults.
 
 Resizes, and SIGKILLs of a worker, of rank 0, of all workers and of the driver, each at a step of its own, on
-this machine's processes. Afterwards it prints the lost steps and the down time of each event, the ledger's
+this machine's processes; with --ray on a local Ray cluster of several nodes, where nodes also join, are
+drained and are killed. Afterwards it prints the lost steps and the down time of each event, the ledger's
 verdict, and whether the weights are those of an undisturbed run.
 """
 
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -31,14 +33,31 @@ from tests.training import config
 MAX_WORKERS = 4
 STEPS = 40
 KINDS = ("resize", "kill a worker", "kill rank 0", "kill all workers", "kill the driver")
+KINDS_ON_RAY = (
+    "a node joins",
+    "a node is drained",
+    "kill a node",
+    "kill a worker",
+    "kill rank 0",
+    "kill the driver",
+)
 # Lost steps that each kind may cost; all that came after the last snapshot, where no rank survives.
 SNAPSHOT_STEPS = 2
-ALLOWED = {"resize": 0, "kill a worker": 1, "kill rank 0": 1}
+MAX_STARTS = 20
+ALLOWED = {
+    "resize": 0,
+    "a node joins": 0,
+    "a node is drained": 0,
+    "kill a node": 1,
+    "kill a worker": 1,
+    "kill rank 0": 1,
+}
 
 
 @dataclass(frozen=True)
 class Event:
-    """kind: one of KINDS; step: after which finished step; size: the number of workers from then on."""
+    """kind: one of KINDS or KINDS_ON_RAY; step: after which finished step; size: the number of workers from
+    then on."""
 
     kind: str
     step: int
@@ -64,7 +83,25 @@ def schedule(seed: int, num_events: int, resize: bool = True) -> tuple[int, list
     return first, events
 
 
-def build(folder: Path, name: str, num_workers: object):
+def schedule_on_ray(seed: int, num_events: int) -> tuple[int, list[Event]]:
+    """As `schedule`, with a worker a node."""
+    draw = random.Random(seed)
+    first = size = draw.randint(2, MAX_WORKERS)
+    events = []
+    for step in sorted(draw.sample(range(3, STEPS - 2, 3), num_events)):
+        kinds = set(KINDS_ON_RAY)
+        if size == MAX_WORKERS:
+            kinds.remove("a node joins")
+        if size == 1:
+            # Of one worker nothing is left; and where its node is gone, there is nowhere to go on.
+            kinds -= {"a node is drained", "kill a node", "kill a worker", "kill rank 0"}
+        kind = draw.choice(sorted(kinds))
+        size += {"a node joins": 1, "a node is drained": -1, "kill a node": -1}.get(kind, 0)
+        events.append(Event(kind, step, size))
+    return first, events
+
+
+def build(folder: Path, name: str, num_workers: object, *more: str):
     """The run's config: dropout, BatchNorm, AdamW, a schedule, clipping, random data in loader workers."""
     wanted = [
         f"name={name}",
@@ -77,6 +114,7 @@ def build(folder: Path, name: str, num_workers: object):
         "failure.max_failures=-1",
         "logging.ledger=true",
         f"task={{_target_: tests.training.GatedTask, folder: {folder}}}",
+        *more,
     ]
     try:
         return config(folder, *wanted, "training.determinism=bitwise")
@@ -149,17 +187,26 @@ def run_seed(folder: Path, seed: int, num_events: int, resize: bool = True) -> t
     (folder / "size").write_text(str(first))
     for event in events:
         os.mkfifo(folder / f"gate_{event.step}")
+    command = [sys.executable, "-m", "tests.chaos", "--drive", str(folder)]
+    wrong = drive_to_the_end(folder, lambda: subprocess.run(command, check=False).returncode)
+    if wrong:
+        return f"seed {seed}: {wrong}", False
+    alone = run_config(build(folder, "undisturbed", first), local=True)
+    return judge(folder, seed, first, events, alone)
+
+
+def drive_to_the_end(folder: Path, run_driver: Callable[[], int]) -> str | None:
+    """Runs drivers, one after the other was killed, until the run has a result; else what went wrong."""
     num_starts = 0
     while read_result(str(folder / "disturbed")) is None:
         num_starts += 1
-        done = subprocess.run([sys.executable, "-m", "tests.chaos", "--drive", str(folder)], check=False)
-        if done.returncode not in (0, -signal.SIGKILL) or num_starts > num_events + 1:
-            return f"seed {seed}: the run failed with {done.returncode}", False
-    alone = run_config(build(folder, "undisturbed", first), local=True)
-    return _judge(folder, seed, first, events, alone)
+        returncode = run_driver()
+        if returncode not in (0, -signal.SIGKILL) or num_starts > MAX_STARTS:
+            return f"the run failed with {returncode}"
+    return None
 
 
-def _judge(folder: Path, seed: int, first: int, events: list[Event], alone) -> tuple[str, bool]:
+def judge(folder: Path, seed: int, first: int, events: list[Event], alone) -> tuple[str, bool]:
     run_dir = folder / "disturbed"
     result, audit = read_result(str(run_dir)), audit_run(str(run_dir))
     told = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
@@ -198,15 +245,23 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1, help="this many seeds from --seed on")
     parser.add_argument("--events", type=int, default=5)
     parser.add_argument("--no-resize", action="store_true", help="SIGKILLs alone")
+    parser.add_argument("--ray", action="store_true", help="on a local Ray cluster of several nodes")
+    parser.add_argument("--address", help=argparse.SUPPRESS)
     parser.add_argument("--drive", metavar="FOLDER", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    from tests import chaos_cluster
+
     if given.drive:
-        drive(Path(given.drive))
+        folder = Path(given.drive)
+        chaos_cluster.drive(folder, given.address) if given.address else drive(folder)
         return 0
     all_fine = True
     for seed in range(given.seed, given.seed + given.seeds):
         with tempfile.TemporaryDirectory(prefix="raytrainer-chaos-") as folder:
-            text, fine = run_seed(Path(folder), seed, given.events, not given.no_resize)
+            if given.ray:
+                text, fine = chaos_cluster.run_seed(Path(folder), seed, given.events)
+            else:
+                text, fine = run_seed(Path(folder), seed, given.events, not given.no_resize)
         print(text, flush=True)
         all_fine = all_fine and fine
     return 0 if all_fine else 1

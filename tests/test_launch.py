@@ -390,12 +390,6 @@ def test_a_second_signal_stops_at_once(tmp_path):
     wait_gone(noted_pids(tmp_path))
 
 
-def descendants(process, name):
-    return [
-        each for each in psutil.Process(process.pid).children(recursive=True) if name in str(each.cmdline())
-    ]
-
-
 @pytest.mark.parametrize("victim", ["driver", "rank", "supervisor"])
 def test_nothing_is_left_of_a_killed(tmp_path, victim):
     process = run_cli(tmp_path, "-n", 2, "--local", ACT, tmp_path, "*=children")
@@ -405,12 +399,9 @@ def test_nothing_is_left_of_a_killed(tmp_path, victim):
     if victim == "driver":
         process.kill()
     else:
-        name = "cluster/worker.py" if victim == "rank" else "cluster/supervise.py"
-        # The one above rank 1 or 0, whichever comes first.
-        found = [
-            each for each in descendants(process, name) if ACT in str(each.cmdline()) or victim == "rank"
-        ]
-        found[0].kill()
+        supervisor = psutil.Process(int((tmp_path / "pid_0").read_text())).parent()
+        # Above it is the one that waits for it, and above that the rank.
+        (supervisor if victim == "supervisor" else supervisor.parent().parent()).kill()
     process.communicate(timeout=60)
     if victim != "driver":
         assert process.returncode == 1

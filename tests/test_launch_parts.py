@@ -6,7 +6,6 @@ import pytest
 
 from raytrainer.cluster import shipping
 from raytrainer.cluster.outcome import RankFailure, choose_cause, is_echo, is_retryable, to_error
-from raytrainer.cluster.ray_request import NodeCapacity, WorkerRequest, fit_request
 from raytrainer.cluster.script_environment import ScriptPlace, num_threads, script_command, script_environment
 from raytrainer.cluster.script_output import LOG, STDOUT, FrameReader, Prefixer, pack, shorten
 from raytrainer.config import Config
@@ -125,13 +124,6 @@ def test_command_lines():
     command = script_command("py", plan, PLACE)
     assert command[2:7] == ["-m", "train.py", "--local_rank=1", "--epochs", "3"]
     assert command[7:] == ["--process_index", "3", "--process_num", "4"]
-
-
-def test_fewer_workers_where_the_cluster_holds_no_more():
-    nodes = [NodeCapacity({"CPU": 2})]
-    assert fit_request(WorkerRequest(4, {"CPU": 1}), 1, nodes).num_workers == 2
-    assert fit_request(WorkerRequest(4, {"CPU": 1}), 3, nodes).num_workers == 3
-    assert fit_request(WorkerRequest(1, {"CPU": 1}), 1, nodes).num_workers == 1
 
 
 def test_what_goes_along_is_measured_and_the_largest_named(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from raytrainer.__main__ import main
+from tests.test_launch import wait_gone
 
 ROOT = Path(__file__).parents[1]
 ACT = str(Path(__file__).parent / "launch_scripts" / "act.py")
@@ -56,13 +57,6 @@ def noted_pids(folder, number):
     return pids
 
 
-def wait_gone(pids):
-    deadline = time.monotonic() + 15
-    while left := [pid for pid in pids if psutil.pid_exists(pid)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
-
-
 def test_a_script_sees_torchruns_variables_and_the_users_folder(launch, tmp_path):
     assert launch(SHOW, tmp_path, "--epochs", "3") == 0
     first, second = (json.loads((tmp_path / f"show_{rank}.json").read_text()) for rank in range(2))
@@ -97,7 +91,7 @@ def test_a_killed_ray_worker_takes_its_script_with_it(launch, tmp_path, capfd):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         script = psutil.Process(int((tmp_path / "pid_1").read_text()))
-        script.parent().parent().send_signal(signal.SIGKILL)
+        script.parent().parent().parent().send_signal(signal.SIGKILL)  # past its supervisor
 
     thread = threading.Thread(target=kill_worker)
     thread.start()

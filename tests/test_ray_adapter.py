@@ -1,7 +1,7 @@
 """The names inside Ray that raytrainer leans on, each in the shape that it expects; none of this starts Ray.
 
 Tried with Ray 2.60.0. For another version: make these tests pass, run `tests/test_ray_run.py`, look at what
-`tests/benchmarks/startup_ray.py` says, then add it to `TRIED_RAY_VERSIONS`.
+`tests/benchmarks/startup.py` says, then add it to `TRIED_RAY_VERSIONS`.
 """
 
 import ast

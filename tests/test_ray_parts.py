@@ -1,5 +1,8 @@
 """What the Ray backend decides, without Ray: requests, places, failures, and the way of the records."""
 
+import socket
+from contextlib import ExitStack
+
 import pytest
 
 from raytrainer.cluster import ray_link
@@ -14,6 +17,7 @@ from raytrainer.cluster.ray_request import (
     matches,
     plan_request,
 )
+from raytrainer.cluster.ray_rescue import answer_rescues, rescue
 from raytrainer.cluster.signals import StopSignal
 from raytrainer.config.scaling import ScalingSection
 from raytrainer.errors import ClusterRequestError
@@ -232,3 +236,36 @@ def test_metrics_are_dropped_and_events_kept_when_nobody_reads(store, monkeypatc
     got = []
     ray_link.DriverLink("run", got.append).poll()
     assert got == [{"step": 0}, {"step": 1}, {"event": "checkpointed"}]
+
+
+class Holding:
+    """A survivor's side: what it holds, and what it was told to save."""
+
+    def __init__(self, step):
+        self.step, self.saved = step, None
+
+    def finished_step(self):
+        return self.step
+
+    def save(self, committed_step):
+        self.saved = committed_step
+        return self.step
+
+
+def test_the_rank_that_holds_most_saves_and_the_dead_are_passed_over():
+    ranks = {rank: Holding(step) for rank, step in enumerate([4, 7, 7, None])}
+    addresses = {}
+    with ExitStack() as open_ones:
+        for rank, holding in ranks.items():
+            listener = open_ones.enter_context(socket.create_server(("127.0.0.1", 0)))
+            open_ones.callback(listener.shutdown, socket.SHUT_RDWR)
+            addresses[rank] = listener.getsockname()
+            answer_rescues(listener, "token", holding)
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            addresses[4] = closed.getsockname()
+        assert rescue(addresses, "another run's token", 3) is None
+        assert rescue(addresses, "token", 7) is None
+        assert [holding.saved for holding in ranks.values()] == [None] * 4
+        assert rescue(addresses, "token", 3) == 7
+        assert [holding.saved for holding in ranks.values()] == [None, 3, None, None]
+    assert rescue({}, "token", 3) is None

@@ -12,12 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+import raytrainer
 from raytrainer.cluster.ray_run import run_on_ray
 from raytrainer.cluster.ray_session import shipped_directory
 from raytrainer.cluster.signals import StopSignal
 from raytrainer.config.connection import RaySection
 from raytrainer.config.scaling import ScalingSection
 from raytrainer.errors import ClusterRequestError, UsageError
+from tests.training import config, killed_once
 
 ROOT = str(Path(__file__).parents[1])
 
@@ -29,7 +31,7 @@ def run(
     outcome = run_on_ray(
         {"entry": f"tests.ray_entries:{entry}", "import_paths": [ROOT], **payload},
         ScalingSection(num_workers=num_workers),
-        RaySection(address=address),
+        address if isinstance(address, RaySection) else RaySection(address=address),
         on_record=on_record or records.append,
         stop=stop or StopSignal(),
         max_failures=max_failures,
@@ -93,6 +95,19 @@ def test_a_killed_rank_is_explained_and_the_group_starts_again(ray_address, capf
 
 
 @pytest.mark.ray
+def test_a_rank_that_hangs_beside_a_lost_one_still_saves_the_last_finished_step(ray_address, tmp_path):
+    wanted = [
+        f"ray.address='{ray_address}'",
+        "scaling.num_workers=2",
+        "checkpoint={every: {steps: 1000}, snapshot: off}",
+    ]
+    section = killed_once(tmp_path, 9, 1, others_hang=True)
+    result = raytrainer.run(config(tmp_path, *wanted, **section))
+    assert (result.status, result.restarts, result.steps) == ("finished", 1, 15)
+    assert result.lost_steps <= 1
+
+
+@pytest.mark.ray
 def test_a_stop_reaches_the_ranks(ray_address):
     stop, steps = StopSignal(), []
 
@@ -112,6 +127,21 @@ def test_a_stop_reaches_the_ranks(ray_address):
 def test_what_the_cluster_can_never_give_is_refused(ray_address):
     with pytest.raises(ClusterRequestError, match="can hold 2 of 3 workers"):
         run("add_up", ray_address, num_workers=3)
+
+
+@pytest.mark.ray
+def test_what_the_cluster_cannot_give_yet_is_waited_for_where_asked(ray_address):
+    stop, records = StopSignal(), []
+
+    def on_record(record):
+        records.append(record)
+        stop.request("SIGTERM")
+
+    settings = RaySection(address=ray_address, wait=True)
+    outcome, _ = run("add_up", settings, on_record=on_record, stop=stop, num_workers=3)
+    assert (outcome.status, outcome.exit_code) == ("stopped", 143)
+    assert records[0]["event"] == "waiting"
+    assert "no room yet for 3 x {CPU: 1}" in records[0]["message"]
 
 
 DRIVER = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -62,23 +63,37 @@ class WeightedTask(Task):
 
 
 class KilledOnce(Task):
-    """The process of `rank` dies by SIGKILL in its step `step`, unless the file `told` is there already."""
+    """The process of `rank` dies by SIGKILL in its step `step`, unless the file `told` is there already.
 
-    def __init__(self, step: int, rank: int, told: str):
+    others_hang: the others then come to no end with that step, as with NCCL.
+    """
+
+    def __init__(self, step: int, rank: int, told: str, others_hang: bool = False):
         self._at, self._rank, self._told = step, rank, Path(told)
+        self._others_hang = others_hang and not self._told.exists()
 
     def training_step(self, batch: Any) -> Any:
-        wanted = self.step == self._at - 1 and int(os.environ["RANK"]) == self._rank
-        if wanted and not self._told.exists():
-            self._told.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if self.step == self._at - 1:
+            if int(os.environ["RANK"]) == self._rank and not self._told.exists():
+                self._told.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif self._others_hang:
+                threading.Event().wait()
         return super().training_step(batch)
 
 
-def killed_once(tmp_path: Path, step: int, rank: int) -> dict[str, Any]:
+def killed_once(tmp_path: Path, step: int, rank: int, **more: Any) -> dict[str, Any]:
     """The section of a config that has a rank killed in a step."""
-    target = "tests.training.KilledOnce"
-    return {"task": {"_target_": target, "step": step, "rank": rank, "told": str(tmp_path / "told")}}
+    told = str(tmp_path / "told")
+    return {
+        "task": {
+            "_target_": "tests.training.KilledOnce",
+            "step": step,
+            "rank": rank,
+            "told": told,
+            **more,
+        }
+    }
 
 
 def config(tmp_path: Path, *overrides: str, objects: dict[str, Any] | None = None, **sections: Any) -> Config:
@@ -118,10 +133,14 @@ def train(config: Config, stop_at: int | None = None) -> Result:
 
 
 class GatedTask(Task):
-    """Rank 0 waits in the step after `step` finished ones until the test opens the FIFO gate_<step>."""
+    """Rank 0 waits in the step after `step` finished ones until the test opens the FIFO gate_<step>.
+
+    Each rank notes its process id in a file pid_<rank> of the same folder.
+    """
 
     def __init__(self, folder: str):
         self.folder = folder
+        Path(folder, f"pid_{os.environ.get('RANK', '0')}").write_text(str(os.getpid()))
 
     def training_step(self, batch: Any) -> Any:
         gate = Path(self.folder, f"gate_{self.step}")

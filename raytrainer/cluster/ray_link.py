@@ -10,6 +10,7 @@ import os
 import pickle
 import queue
 import resource
+import socket
 import sys
 import threading
 import traceback
@@ -20,6 +21,7 @@ import psutil
 
 from raytrainer.cluster import ray_adapter
 from raytrainer.cluster.outcome import describe_exception
+from raytrainer.cluster.ray_rescue import answer_rescues
 from raytrainer.cluster.signals import RESIZE, StopSignal
 from raytrainer.cluster.survivor import Survivor
 
@@ -48,32 +50,24 @@ class Keys:
         return f"{self.prefix}/stop/{self.attempt}"
 
 
-# The state of this process's rank, which outlives the call that trained.
-_survivor = Survivor()
-
-
-def save_survivor(committed_step: int) -> int | None:
-    """Saves what this process's rank held when it failed; see `Survivor.save`."""
-    return _survivor.save(committed_step)
-
-
-def run_linked(payload: dict, place: tuple, link: dict) -> dict:
+def run_linked(payload: dict, place: tuple, link: dict, rescues: socket.socket) -> dict:
     """Runs a rank in this process: {"result": dict} or {"failure": RankFailure as a dict}; raises nothing.
 
-    With the failure comes "finished_step", the step whose whole state `save_survivor` can save, or None.
+    rescues: where the driver asks for what this rank holds, until the process is ended.
     """
     from raytrainer.cluster.worker import Place, run_rank
 
     process = Place(*place)
     choose_interface()
     stop = StopSignal()
-    rank_link = RankLink(Keys(**link), process.rank, stop)
+    keys, survivor = Keys(**link), Survivor()
+    rank_link = RankLink(keys, process.rank, stop)
+    answer_rescues(rescues, keys.prefix, survivor)
     try:
-        return {"result": run_rank({**payload, "survivor": _survivor}, process, rank_link.observe, stop)}
+        return {"result": run_rank({**payload, "survivor": survivor}, process, rank_link.observe, stop)}
     except BaseException as exc:  # whatever ends a rank is reported, sys.exit too
         traceback.print_exc()
-        failure = describe_exception(exc, process.rank).to_dict()
-        return {"failure": failure, "finished_step": _survivor.finished_step()}
+        return {"failure": describe_exception(exc, process.rank).to_dict()}
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

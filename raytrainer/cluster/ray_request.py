@@ -58,11 +58,6 @@ def at_least(request: WorkerRequest, num_workers: int) -> WorkerRequest:
     return replace(request, num_workers=num_workers)
 
 
-def fit_request(request: WorkerRequest, min_workers: int, nodes: Sequence[NodeCapacity]) -> WorkerRequest:
-    """The request with as many workers as these nodes hold, from `min_workers` to what it asks for."""
-    return at_least(request, max(min_workers, min(request.num_workers, count_fitting(request, nodes))))
-
-
 def check_request(request: WorkerRequest, nodes: Sequence[NodeCapacity]) -> None:
     """Raises ClusterRequestError when these nodes, were they all free, could not hold the request."""
     num_fitting = count_fitting(request, nodes)
@@ -154,7 +149,7 @@ def _describe_nodes(nodes: Sequence[NodeCapacity], request: WorkerRequest) -> st
 
 def _advice(request: WorkerRequest, nodes: Sequence[NodeCapacity], num_fitting: int) -> str:
     if num_fitting:
-        return f"write scaling.num_workers: {num_fitting}, ask for less per worker, or add nodes"
+        return f"write scaling.num_workers: {num_fitting}, ask for less per worker, or add nodes (ray.wait)"
     if request.accelerator_type and not any(
         _has_accelerator(node, request.accelerator_type) for node in nodes
     ):

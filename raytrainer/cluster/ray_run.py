@@ -23,7 +23,6 @@ from raytrainer.cluster.ray_request import (
     at_least,
     check_request,
     count_fitting,
-    fit_request,
     plan_request,
 )
 from raytrainer.cluster.ray_session import explain_missing, open_session
@@ -67,11 +66,11 @@ def run_on_ray(
     "worker_failed" event for each new start and a "waiting" event when the cluster has no room yet.
     max_failures: new starts after a lost process without a newly committed step in between; -1 for no limit.
     storage_path: left out of what is shipped to other machines. committed_step: the step a new start would
-    resume at. min_workers: fewer workers than `scaling` says will do, down to this many, when the cluster
-    cannot hold more; their number is found once and then stays. recover: called after each failure, to bring
-    in what can be had besides. num_microbatches: of a step, for the decision whether more workers are worth a
-    restart. Raises ClusterRequestError when the cluster can never give what `scaling` asks for, UsageError
-    when there is no cluster to connect to.
+    resume at. min_workers: a group of fewer workers than `scaling` says will do, down to this many, where the
+    cluster has no room for more; it then keeps its size to its end. recover: called after each failure, to
+    bring in what can be had besides. num_microbatches: of a step, for the decision whether more workers are
+    worth a restart. Raises ClusterRequestError when the cluster can never give what `scaling` asks for,
+    UsageError when there is no cluster to connect to.
     """
     run = _Run(
         payload=payload,
@@ -112,9 +111,10 @@ class _Run:
         num_microbatches: int,
     ):
         self._payload = payload
-        self._min_workers = min_workers
         self._scaling = scaling
-        # Without it, the number found at the start stays.
+        # A group of this size will do where there is no room for more.
+        self._min_workers = scaling.min_workers if min_workers is None else min_workers
+        # Without it, a group keeps the size with which it was started.
         self._may_resize = scaling.is_elastic and min_workers is None
         self._settings = settings
         self._on_record = on_record
@@ -256,10 +256,8 @@ class _Run:
 
         nodes = session.nodes
         request = plan_request(self._scaling, nodes)
-        if self._min_workers is not None:
-            request = fit_request(request, self._min_workers, nodes)
         self._session, self._request = session, request
-        if not session.may_grow:
+        if not (session.may_grow or self._settings.wait):
             check_request(self._fewest, nodes)
         if not session.is_this_machine:
             # A snapshot on another machine could not be taken back from here.
@@ -318,18 +316,16 @@ class _Run:
     @property
     def _fewest(self) -> WorkerRequest:
         """The request for as many workers as there have to be."""
-        if not self._may_resize:
-            return self._request
-        return at_least(self._request, self._scaling.min_workers)
+        return at_least(self._request, self._min_workers)
 
     def _size(self) -> int:
         """How many ranks a new group has: all that there is room for; else the fewest, to wait for."""
-        if not self._may_resize:
-            return self._request.num_workers
+        low, high = self._min_workers, self._request.num_workers
+        if low == high:
+            return high
         # The resources of a group that has just ended are not always free yet: at first all count as free.
         nodes = self._session.free_nodes if self._is_crowded else self._session.staying_nodes
         available = count_fitting(self._request, nodes)
-        low, high = self._scaling.min_workers, self._scaling.max_workers
         return starting_size(available, low, high) or low
 
     def _on_wait(self) -> None:

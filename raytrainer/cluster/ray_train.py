@@ -8,7 +8,6 @@ imports Ray Train, and no process but the workers imports torch.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import threading
@@ -21,7 +20,7 @@ from typing import Any
 os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 from ray.train import BackendConfig, RunConfig, ScalingConfig
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.controller import TrainController
@@ -42,12 +41,12 @@ from raytrainer.cluster.outcome import RankFailure, choose_cause, is_retryable
 from raytrainer.cluster.ray_failure import describe_failed_start
 from raytrainer.cluster.ray_place import RankPlace, rank_environments
 from raytrainer.cluster.ray_request import WorkerRequest
-from raytrainer.cluster.survivor import SAVE_S, choose_survivor
+from raytrainer.cluster.ray_rescue import rescue
 
 ray.cloudpickle.register_pickle_by_value(ray_worker)
 
 # The cluster has no room for the group: say so after this long.
-NOTICE_S = 5.0
+NOTICE_S = 3.0
 # How long one look at the ranks may wait for something to happen.
 WATCH_S = 1.0
 # After the first failure the others get this long to end by themselves: the first may be the echo of a later
@@ -149,13 +148,7 @@ class RankGroup(WorkerGroup):
             callback.before_worker_group_start(context)
         group = self._create_placement_group(self._train_run_context.scaling_config, context)
         worker_group_state_builder.with_placement_group_handle(group)
-        if not group.wait(NOTICE_S):
-            self._config.on_wait()
-            while not group.wait(WATCH_S):
-                self._config.control.check()
-                if self._config.size() != context.num_workers:
-                    # A node has come or gone meanwhile: there is room for another number of workers.
-                    raise SizeChangedError
+        self._wait_for_place(group, context.num_workers)
         workers = self._create_workers(
             context.num_workers, group.placement_group, context.resources_per_worker
         )
@@ -166,6 +159,18 @@ class RankGroup(WorkerGroup):
         self._run_ranks(workers)
         for callback in self._callbacks:
             callback.after_worker_group_training_start(self)
+
+    def _wait_for_place(self, group, num_workers: int) -> None:
+        """Raises SizeChangedError once there is room for another number of workers."""
+        notice_s = time.monotonic() + NOTICE_S
+        while not group.wait(WATCH_S):
+            self._config.control.check()
+            if notice_s is not None and time.monotonic() >= notice_s:
+                notice_s = None
+                self._config.on_wait()
+            if self._config.size() != num_workers:
+                # A node has come, or is known by now to be gone.
+                raise SizeChangedError
 
     def _create_workers(self, num_workers, placement_group, resources_per_worker, **kwargs) -> list[Worker]:
         options = bundle_to_remote_args(resources_per_worker)
@@ -188,6 +193,7 @@ class RankGroup(WorkerGroup):
                 ray.kill(actor)
             raise WorkerGroupStartupFailedError(str(error)) from error
         self._ports = [description.pop("port") for description in descriptions]
+        self._rescue_ports = [description.pop("rescue_port") for description in descriptions]
         workers = [
             Worker(
                 actor, ActorMetadata(**description), resources_per_worker, placement_group_bundle_index=index
@@ -198,6 +204,10 @@ class RankGroup(WorkerGroup):
 
     def _run_ranks(self, workers: list[Worker]) -> None:
         self._places = [self._place_of(worker) for worker in workers]
+        self._rescue_addresses = {
+            place.rank: (place.node_ip, self._rescue_ports[worker.placement_group_bundle_index])
+            for place, worker in zip(self._places, workers, strict=True)
+        }
         attempt = self._config.on_start(self._places)
         environments = rank_environments(self._places, attempt)
         link = {"prefix": self._config.link_prefix, "attempt": attempt}
@@ -207,7 +217,6 @@ class RankGroup(WorkerGroup):
             for worker, place, environment in zip(workers, self._places, environments, strict=True)
         ]
         self._statuses: dict[int, WorkerStatus] = {}
-        self._offers: dict[int, int | None] = {}
 
     def _place_of(self, worker: Worker) -> RankPlace:
         where, metadata = worker.distributed_context, worker.metadata
@@ -239,14 +248,7 @@ class RankGroup(WorkerGroup):
         failures = [status.error.failure for status in self._statuses.values() if status.error]
         if not is_retryable(choose_cause(failures)):
             return
-        committed = self._config.committed_step()
-        rank = choose_survivor(self._offers, committed)
-        if rank is None:
-            return
-        actor = self.get_workers()[rank].actor
-        # A survivor that is lost too, or too slow, changes nothing: the run goes on from the checkpoint.
-        with contextlib.suppress(RayError, GetTimeoutError):
-            ray.get(actor.save.remote(committed or 0), timeout=SAVE_S)
+        rescue(self._rescue_addresses, self._config.link_prefix, self._config.committed_step() or 0)
 
     def _watch(self, timeout_s: float) -> None:
         """Waits until one more rank has ended, and notes how."""
@@ -265,10 +267,10 @@ class RankGroup(WorkerGroup):
         try:
             answer = ray.get(call)
         except RayError as error:
+            self._rescue_addresses.pop(rank)
             failure = self._config.describe_loss(self._places[rank], error)
             return WorkerStatus(running=False, error=RankError(failure))
         if "failure" in answer:
-            self._offers[rank] = answer.get("finished_step")
             return WorkerStatus(running=False, error=RankError(RankFailure.from_dict(answer["failure"])))
         return WorkerStatus(running=False, return_value=answer["result"])
 

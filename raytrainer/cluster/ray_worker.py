@@ -34,6 +34,7 @@ class RankActor:
             os.chdir(directory)
         # The socket keeps the port until rank 0 serves its store on it: no other run can take it in between.
         self._listener = socket.create_server(("", 0), backlog=4096)
+        self._rescues = socket.create_server(("", 0))
         self._preloading = threading.Thread(target=_preload, args=(preload,), daemon=True)
         self._preloading.start()
 
@@ -49,6 +50,7 @@ class RankActor:
             "pid": os.getpid(),
             "accelerator_ids": context.get_accelerator_ids(),
             "port": self._listener.getsockname()[1],
+            "rescue_port": self._rescues.getsockname()[1],
         }
 
     def run(self, payload: dict, place: tuple, environment: dict[str, str], link: dict) -> dict:
@@ -72,16 +74,7 @@ class RankActor:
             return {
                 "failure": {"rank": place[0], "kind": "usage", "error_type": "UsageError", "message": message}
             }
-        return run_linked(payload, place, link)
-
-    def save(self, committed_step: int) -> int | None:
-        """Saves the state that this rank held when `run` failed; the step, None if there was nothing to save.
-
-        committed_step: of the newest checkpoint.
-        """
-        from raytrainer.cluster.ray_link import save_survivor
-
-        return save_survivor(committed_step)
+        return run_linked(payload, place, link, self._rescues)
 
 
 def _preload(modules: list[str]) -> None:

@@ -32,6 +32,7 @@ def main() -> None:
     # Whoever signals a whole job must not take this process before it has cleaned up.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    _get_out_of_reach(control)
     prctl = _prctl()
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
     wake_read, wake_write = os.pipe()
@@ -63,6 +64,18 @@ def main() -> None:
     _say(control, f"exit {os.waitstatus_to_exitcode(status)} {usage.ru_maxrss}")
 
 
+def _get_out_of_reach(control: int) -> None:
+    """Goes on in a child of this process, which only waits for it.
+
+    A Ray worker that ends kills its own children with SIGKILL, this one among them, but not theirs.
+    """
+    pid = os.fork()
+    if pid:
+        os.close(control)
+        os.waitpid(pid, 0)
+        os._exit(0)
+
+
 def _start(command: list[str], control: int, prctl) -> int:
     life_read, life_write = os.pipe()
     parent = os.getpid()
@@ -86,6 +99,8 @@ def _start(command: list[str], control: int, prctl) -> int:
         signal.set_wakeup_fd(-1)
         for number in (*_RESTORED, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
+        # Ray's workers block SIGINT, and what they start would never hear of it.
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
         os.execvp(command[0], command)
     except BaseException as error:
         _say(control, f"error {command[0]}: {error}")

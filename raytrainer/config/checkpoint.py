@@ -66,7 +66,7 @@ class CheckpointSection(Section):
         "auto",
         description="How often the state is copied to memory of the machine that outlives the workers, for "
         "when all of them die at once (when one is left, it saves the last finished step). `auto`: as often "
-        "as 3% of the time allows; `{steps: N}`; `off`.",
+        "as 1% of the time allows; `{steps: N}`; `off`.",
         examples=["auto", {"steps": 100}],
     )
 

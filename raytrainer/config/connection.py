@@ -25,3 +25,7 @@ class RaySection(Section):
     init: dict[str, Any] = Field(
         {}, description="Further keywords for `ray.init`.", examples=[{"num_cpus": 4}]
     )
+    wait: bool = Field(
+        False,
+        description="Wait for nodes to join while the cluster is too small, instead of failing at once.",
+    )

@@ -115,6 +115,7 @@ def main(arguments: list[str] | None = None) -> None:
         num_ranks=options.ranks,
         loader_workers=options.loader_workers,
         every_n_steps=options.every_n_steps,
+        snapshot=options.snapshot,
     )
     report = Report("throughput", options.json)
     names = installed(options.contenders)
@@ -196,6 +197,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     made.add_argument("--batch", type=int, default=128, help="samples a step, over all ranks")
     made.add_argument("--ranks", type=int, default=2)
     made.add_argument("--loader-workers", type=int, default=0, help="a rank")
+    made.add_argument("--snapshot", choices=["off", "auto"], default="off", help="raytrainer's")
     made.add_argument("--every-n-steps", type=int, default=50, help="how often the loss is logged")
     return made.parse_args(arguments)
 

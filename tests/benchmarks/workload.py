@@ -31,7 +31,8 @@ _MODELS = {
 @dataclass(frozen=True)
 class Workload:
     """num_steps: optimizer steps in all; global_batch_size: samples a step, each rank having an equal part;
-    width: channels of the first convolution; loader_workers: processes a rank that load data."""
+    width: channels of the first convolution; loader_workers: processes a rank that load data; snapshot: of
+    raytrainer's runs, off by default, since the others keep nothing for the case of a crash."""
 
     num_steps: int
     data: str = "mnist"
@@ -44,6 +45,7 @@ class Workload:
     every_n_steps: int = 50
     lr: float = 1e-3
     seed: int = 0
+    snapshot: str = "off"
 
     @property
     def micro_batch_size(self) -> int:
@@ -139,7 +141,7 @@ class Workload:
             "task": {"_target_": task},
             "optimizer": {"_target_": "torch.optim.AdamW", "lr": self.lr},
             "training": {"max_steps": self.num_steps, "max_epochs": None},
-            "checkpoint": {"every": {"steps": 10**9}},
+            "checkpoint": {"every": {"steps": 10**9}, "snapshot": self.snapshot},
             "logging": {"every_n_steps": self.every_n_steps},
         }
 
