@@ -168,7 +168,7 @@ def drive(folder: Path) -> None:
         if group._resize_sent and disturb.gate is not None:
             (folder / "size").write_text(str(slots.available()))
             gate, disturb.gate = disturb.gate, None
-            gate.write_text("go on")
+            gate.write_text("resize")
 
     local._Group._apply_size = apply_and_open
     # A restart of seconds never pays for a training of seconds.

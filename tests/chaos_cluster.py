@@ -93,7 +93,7 @@ class DisturbanceOnRay:
     def open_gate(self) -> None:
         if self.gate is not None:
             gate, self.gate = self.gate, None
-            gate.write_text("go on")
+            gate.write_text("resize")
 
 
 def drive(folder: Path, address: str) -> None:

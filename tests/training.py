@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from raytrainer.cluster.signals import RESIZE, StopSignal
 from raytrainer.config import Config
 from raytrainer.result import Result
 from raytrainer.task import StepOutput, Task
@@ -135,16 +136,27 @@ def train(config: Config, stop_at: int | None = None) -> Result:
 class GatedTask(Task):
     """Rank 0 waits in the step after `step` finished ones until the test opens the FIFO gate_<step>.
 
-    Each rank notes its process id in a file pid_<rank> of the same folder.
+    Where it writes "resize" into that, rank 0 also waits until the wish for a resize has reached it. Each
+    rank notes its process id in a file pid_<rank> of the same folder.
     """
 
     def __init__(self, folder: str):
         self.folder = folder
+        self._resize_is_asked = threading.Event()
+        request, asked = StopSignal.request, self._resize_is_asked
+
+        def request_and_tell(stop: StopSignal, reason: str) -> None:
+            request(stop, reason)
+            if reason == RESIZE:
+                asked.set()
+
+        StopSignal.request = request_and_tell
         Path(folder, f"pid_{os.environ.get('RANK', '0')}").write_text(str(os.getpid()))
 
     def training_step(self, batch: Any) -> Any:
         gate = Path(self.folder, f"gate_{self.step}")
         if os.environ.get("RANK", "0") == "0" and gate.exists():
-            gate.read_bytes()
+            if gate.read_text() == "resize":
+                self._resize_is_asked.wait()
             gate.unlink()
         return super().training_step(batch)
