@@ -9,7 +9,6 @@ append, and so holds on object stores too.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import queue
@@ -36,10 +35,7 @@ from raytrainer.manifest import (
     unreadable_checkpoints,
 )
 from raytrainer.rundir import RunDirectory
-from raytrainer.storage import Storage, open_storage
-
-_HOPELESS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
-_RETRY_WAITS_S = (1, 2, 4, 8, 15, 30, 30, 30)
+from raytrainer.storage import Storage, open_storage, patiently
 
 
 @dataclass(frozen=True)
@@ -104,6 +100,8 @@ def save(run_dir: RunDirectory, snapshot: Snapshot, storage: Storage | None = No
     """
     storage, name = storage or run_dir.storage, folder_name(snapshot.step)
     folder = f"{FOLDER}/{name}"
+    # First of all: a folder that is away, such as a share that is not mounted, must not be made anew.
+    run_dir.check_owner()
     storage.delete(f"{folder}/{MANIFEST}")
     files = {}
     for file_name, state in ((MODEL_FILE, snapshot.model), (TRAINING_FILE, snapshot.training)):
@@ -117,8 +115,7 @@ def save(run_dir: RunDirectory, snapshot: Snapshot, storage: Storage | None = No
                 raise
         files[file_name] = hashing.entry
     write_lines(storage, snapshot.ledger)
-    if not run_dir.owns():
-        raise StorageError(f"{run_dir.root} was taken over by a later run: nothing more is written to it")
+    run_dir.check_owner()
     manifest = {
         "format": FORMAT,
         "step": snapshot.step,
@@ -258,24 +255,17 @@ class CheckpointWriter:
                 self._error = error
 
     def _commit(self, snapshot: Snapshot) -> None:
-        info = self._save_with_retries(snapshot)
+        info = patiently(lambda: self._save(snapshot), self._abandoned.wait)
         self._on_commit(info)
-        self._delete_old()
+        patiently(self._delete_old, self._abandoned.wait)
 
-    def _save_with_retries(self, snapshot: Snapshot) -> CheckpointInfo:
-        """A storage that is away for a minute does not end a run; a full or read-only one does at once."""
-        for wait_s in (*_RETRY_WAITS_S, None):
-            try:
-                return save(self._run_dir, snapshot)
-            except StorageError as error:
-                with contextlib.suppress(StorageError):  # half a checkpoint would only fill the disk further
-                    self._run_dir.storage.delete(f"{FOLDER}/{folder_name(snapshot.step)}")
-                cause = error.__cause__
-                if wait_s is None or not isinstance(cause, OSError) or cause.errno in _HOPELESS:
-                    raise
-                warn(f"{error}; trying again in {wait_s} s")
-                self._abandoned.wait(wait_s)
-        raise AssertionError("unreachable")
+    def _save(self, snapshot: Snapshot) -> CheckpointInfo:
+        try:
+            return save(self._run_dir, snapshot)
+        except StorageError:
+            with contextlib.suppress(StorageError):  # half a checkpoint would only fill the disk further
+                self._run_dir.storage.delete(f"{FOLDER}/{folder_name(snapshot.step)}")
+            raise
 
     def _delete_old(self) -> None:
         if self._num_to_keep is None:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from raytrainer.rundir import RunDirectory
-from raytrainer.storage import read_lines
+from raytrainer.storage import patiently, read_lines
 
 Record = dict[str, Any]
 _GATHER_INTERVAL_S = 0.02
@@ -48,7 +48,7 @@ class JsonlSink:
 
     def flush(self) -> None:
         if self._lines:
-            self._storage.append(_METRICS_FILE, b"".join(self._lines))
+            patiently(lambda: self._storage.append(_METRICS_FILE, b"".join(self._lines)))
             self._lines.clear()
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from raytrainer.config import importable
 from raytrainer.errors import ResumeError, StorageError
 from raytrainer.result import Result
-from raytrainer.storage import Storage, open_storage, read_lines
+from raytrainer.storage import Storage, open_storage, patiently, read_lines
 
 if TYPE_CHECKING:
     from raytrainer.config import Config
@@ -113,10 +113,16 @@ class RunDirectory:
         """Whether no later run has taken the directory since."""
         return self.storage.read("token").decode() == self.token
 
+    def check_owner(self) -> None:
+        """Raises StorageError when a later run has taken the directory, or when it is not there."""
+        if not self.owns():
+            raise StorageError(f"{self.root} was taken over by a later run: nothing more is written to it")
+
     def event(self, event: str, **details: Any) -> dict[str, Any]:
         """Adds a line to events.jsonl and returns it."""
         record = {"event": event, "time_s": round(time.time(), 3), **details}
-        self.storage.append(EVENTS_FILE, json.dumps(record).encode() + b"\n")
+        line = json.dumps(record).encode() + b"\n"
+        patiently(lambda: self.storage.append(EVENTS_FILE, line))
         return record
 
     def events(self) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from raytrainer import ledger_files
 from raytrainer.errors import StorageError
 from raytrainer.manifest import FOLDER, MANIFEST, list_checkpoints
-from raytrainer.storage import Storage
+from raytrainer.storage import Storage, may_pass
 
 if TYPE_CHECKING:
     from raytrainer.checkpoint import Snapshot
@@ -112,6 +112,8 @@ class SnapshotWriter:
                     self._storage.delete(f"{FOLDER}/{old.name}")
             ledger_files.keep_newest(self._storage)
         except StorageError as error:
+            if may_pass(error):
+                return  # the run directory is away, whose owner is asked for: the next one may be written
             self._failed = True
             warnings.warn(f"{error}; no more snapshots: a crash goes back to a checkpoint", stacklevel=2)
             return

@@ -7,14 +7,45 @@ part.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
-from raytrainer.errors import StorageError, UsageError
+from raytrainer.errors import StorageError, UsageError, warn
+
+T = TypeVar("T")
+
+# A storage that is away comes back within minutes, or not: two and a half of them in all.
+RETRY_WAITS_S = (1, 2, 4, 8, 15, 30, 30, 30, 30)
+# Waiting mends none of these.
+_HOPELESS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+def may_pass(error: StorageError) -> bool:
+    """Whether the storage may be there again after a while."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno not in _HOPELESS
+
+
+def patiently(action: Callable[[], T], wait: Callable[[float], object] = time.sleep) -> T:
+    """Returns action(); tries again for two minutes while the storage is away, such as a network share.
+
+    wait: called with the seconds until the next try. Raises StorageError once it is hopeless: a full disk, a
+    missing right, too long.
+    """
+    for wait_s in (*RETRY_WAITS_S, None):
+        try:
+            return action()
+        except StorageError as error:
+            if wait_s is None or not may_pass(error):
+                raise
+            warn(f"{error}; trying again in {wait_s} s")
+            wait(wait_s)
+    raise AssertionError("unreachable")
 
 
 def open_storage(root: str) -> Storage:

@@ -1,6 +1,8 @@
 """The loop in one process: what a step computes, when things are due, and that a resume is exact."""
 
 import json
+import os
+import threading
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from raytrainer.errors import (
     StorageError,
 )
 from raytrainer.manifest import list_checkpoints
+from raytrainer.rundir import RunDirectory
 from raytrainer.storage import Storage, open_storage
 from raytrainer.task import Task
 from raytrainer.trainer import Trainer
@@ -376,7 +379,7 @@ def test_a_disk_that_fills_inside_torch_save_is_named(tmp_path, monkeypatch):
 
 def test_storage_that_comes_back_loses_nothing(tmp_path, monkeypatch):
     whole = train(config(tmp_path / "whole"))
-    monkeypatch.setattr("raytrainer.checkpoint._RETRY_WAITS_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr("raytrainer.storage.RETRY_WAITS_S", (0.01, 0.01, 0.01))
     failures = iter([OSError(5, "Input/output error")] * 2)
     writing = Storage.writing
 
@@ -391,6 +394,30 @@ def test_storage_that_comes_back_loses_nothing(tmp_path, monkeypatch):
         result = train(config(tmp_path))
     assert same(result, whole)
     assert len(list_checkpoints(open_storage(str(tmp_path / "run")))) == 3
+
+
+def test_a_run_directory_that_is_away_for_a_while_loses_nothing(tmp_path, monkeypatch):
+    """As a network share is: nothing may be written where it was, and nothing may be left out."""
+    monkeypatch.setattr("raytrainer.storage.RETRY_WAITS_S", (0.05,) * 100)
+    monkeypatch.setattr("raytrainer.loggers._FLUSH_INTERVAL_S", 0.01)
+    run_dir, away = tmp_path / "run", tmp_path / "away"
+    whole = train(config(tmp_path / "whole"))
+    coming_back = threading.Timer(0.5, lambda: os.rename(away, run_dir))
+
+    def observe(record):
+        if record.get("step") == 6 and "loss" in record:
+            os.rename(run_dir, away)
+            coming_back.start()
+
+    every = "checkpoint={every: {steps: 2}, num_to_keep: null}"
+    with pytest.warns(UserWarning, match="trying again in"):
+        result = Trainer(config(tmp_path, every), observer=observe).train()
+    assert same(result, whole)
+    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 16))
+    saved = [event["step"] for event in RunDirectory(str(run_dir), "").events() if "checkpoint" in event]
+    assert saved == [2, 4, 6, 8, 10, 12, 14, 15]
+    assert [info.step for info in list_checkpoints(open_storage(str(run_dir)))] == saved
 
 
 def test_two_runs_of_one_name_are_refused(tmp_path):
