@@ -104,6 +104,7 @@ class SnapshotWriter:
     def _write(self, snapshot: Snapshot, taken_s: float) -> None:
         from raytrainer import checkpoint
 
+        written = False
         try:
             info = checkpoint.save(self._run_dir, snapshot, self._storage)
             for old in list_checkpoints(self._storage):
@@ -111,15 +112,15 @@ class SnapshotWriter:
                     self._storage.delete(f"{FOLDER}/{old.name}/{MANIFEST}")
                     self._storage.delete(f"{FOLDER}/{old.name}")
             ledger_files.keep_newest(self._storage)
+            written = True
         except StorageError as error:
-            if may_pass(error):
-                return  # the run directory is away, whose owner is asked for: the next one may be written
-            self._failed = True
-            warnings.warn(f"{error}; no more snapshots: a crash goes back to a checkpoint", stacklevel=2)
-            return
+            # While the run directory is away, whose owner is asked for, the next one may still be written.
+            if not may_pass(error):
+                self._failed = True
+                warnings.warn(f"{error}; no more snapshots: a crash goes back to a checkpoint", stacklevel=2)
         cost_s = taken_s + time.thread_time()
         every_s = self._pace.paid(cost_s, time.monotonic())
-        if self._told_s is None or not 0.5 <= (every_s + 1) / (self._told_s + 1) <= 2:
+        if written and (self._told_s is None or not 0.5 <= (every_s + 1) / (self._told_s + 1) <= 2):
             self._told_s = every_s
             self._on_pace(every_s, cost_s)
 

@@ -19,8 +19,8 @@ from raytrainer.errors import StorageError, UsageError, warn
 
 T = TypeVar("T")
 
-# A storage that is away comes back within minutes, or not: two and a half of them in all.
-RETRY_WAITS_S = (1, 2, 4, 8, 15, 30, 30, 30, 30)
+# A storage that is away comes back within minutes, or not: two of them in all.
+RETRY_WAITS_S = (1, 2, 4, 8, 15, 30, 30, 30)
 # Waiting mends none of these.
 _HOPELESS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 

@@ -126,10 +126,13 @@ def build(folder: Path, name: str, num_workers: object, *more: str):
 
 
 class Disturbance:
-    """An observer that carries out the events that are due; what it has done survives it in a file."""
+    """An observer that carries out the events that are due; what it has done survives it in a file.
 
-    def __init__(self, folder: Path, slots: sizes.Slots):
-        self.folder, self.slots = folder, slots
+    gate: of an event that asks for a resize, until `open_gate`, as soon as the ranks are asked to make way.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
         self.events = [Event(**each) for each in json.loads((folder / "plan.json").read_text())]
         self.gate: Path | None = None
         self._log = folder / "done.jsonl"
@@ -142,7 +145,25 @@ class Disturbance:
         self._num_done += 1
         with open(self._log, "a") as log:
             log.write(json.dumps({"time_s": record["time_s"], "step": record["step"]}) + "\n")
-        gate = self.folder / f"gate_{due.step}"
+        self.carry_out(due, self.folder / f"gate_{due.step}", record)
+
+    def carry_out(self, due: Event, gate: Path, record: dict) -> None:
+        raise NotImplementedError
+
+    def open_gate(self) -> None:
+        if self.gate is not None:
+            gate, self.gate = self.gate, None
+            gate.write_text("resize")
+
+
+class LocalDisturbance(Disturbance):
+    """On this machine's processes, which are children of this one."""
+
+    def __init__(self, folder: Path, slots: sizes.Slots):
+        super().__init__(folder)
+        self.slots = slots
+
+    def carry_out(self, due: Event, gate: Path, record: dict) -> None:
         if due.kind == "resize":
             self.gate = gate
             self.slots.set(due.size)
@@ -160,15 +181,14 @@ class Disturbance:
 def drive(folder: Path) -> None:
     """Runs the training in this process, which may be one of those that are killed."""
     slots = sizes.Slots(int((folder / "size").read_text()))
-    disturb = Disturbance(folder, slots)
+    disturb = LocalDisturbance(folder, slots)
     apply_size = local._Group._apply_size
 
     def apply_and_open(group) -> None:
         apply_size(group)
         if group._resize_sent and disturb.gate is not None:
             (folder / "size").write_text(str(slots.available()))
-            gate, disturb.gate = disturb.gate, None
-            gate.write_text("resize")
+            disturb.open_gate()
 
     local._Group._apply_size = apply_and_open
     # A restart of seconds never pays for a training of seconds.

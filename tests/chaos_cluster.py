@@ -60,26 +60,12 @@ class Nodes:
         self._cluster.shutdown()
 
 
-class DisturbanceOnRay:
-    """An observer in the driver: carries out what is due, or has the command do it."""
+class DisturbanceOnRay(chaos.Disturbance):
+    """In the driver; has the command do what only the cluster's owner can."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.events = [chaos.Event(**each) for each in json.loads((folder / "plan.json").read_text())]
-        self.gate: Path | None = None
-        self._log = folder / "done.jsonl"
-        self._num_done = len(self._log.read_text().splitlines()) if self._log.exists() else 0
-
-    def __call__(self, record: dict) -> None:
-        due = self.events[self._num_done] if self._num_done < len(self.events) else None
-        if due is None or "loss" not in record or record["step"] < due.step:
-            return
-        self._num_done += 1
-        with open(self._log, "a") as log:
-            log.write(json.dumps({"time_s": record["time_s"], "step": record["step"]}) + "\n")
-        gate = self.folder / f"gate_{due.step}"
+    def carry_out(self, due: chaos.Event, gate: Path, record: dict) -> None:
         if due.kind in ("a node joins", "a node is drained"):
-            self.gate = gate  # opened as soon as the group is asked to make way
+            self.gate = gate
         else:
             gate.unlink()
         if due.kind == "kill the driver":
@@ -89,11 +75,6 @@ class DisturbanceOnRay:
             os.kill(int((self.folder / f"pid_{rank}").read_text()), signal.SIGKILL)
         else:
             (self.folder / "wishes").write_text(due.kind)
-
-    def open_gate(self) -> None:
-        if self.gate is not None:
-            gate, self.gate = self.gate, None
-            gate.write_text("resize")
 
 
 def drive(folder: Path, address: str) -> None:

@@ -23,3 +23,16 @@ def ray_address():
     shutil.rmtree(temp_dir, ignore_errors=True)
     os.environ.clear()
     os.environ.update(environment)
+
+
+@pytest.fixture
+def ray_cluster():
+    """A Ray cluster of this test's own whose nodes come and go; at first a head with one CPU."""
+    from ray.cluster_utils import Cluster
+
+    environment = dict(os.environ)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    yield cluster
+    cluster.shutdown()
+    os.environ.clear()
+    os.environ.update(environment)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -415,6 +416,10 @@ def test_nothing_is_left_of_a_killed(tmp_path, victim):
         for pid in everybody:
             if pid not in left and is_alive(pid):
                 psutil.Process(pid).kill()
+        for pid in apart:
+            # Also what they have started since: it is in the session that each of them leads.
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
     wait_gone(left)
 
 

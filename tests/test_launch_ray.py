@@ -1,9 +1,7 @@
 """Launched scripts on a real Ray: the ranks' variables, output, failures, and that nothing is left."""
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,11 +10,9 @@ import psutil
 import pytest
 
 from raytrainer.__main__ import main
-from tests.test_launch import wait_gone
+from tests.test_launch import ACT, SCRIPTS, noted_pids, run_cli, wait_for, wait_gone
 
-ROOT = Path(__file__).parents[1]
-ACT = str(Path(__file__).parent / "launch_scripts" / "act.py")
-SHOW = str(Path(__file__).parent / "launch_scripts" / "show.py")
+SHOW = str(SCRIPTS / "show.py")
 pytestmark = pytest.mark.ray
 
 
@@ -29,32 +25,6 @@ def launch(tmp_path, monkeypatch, ray_address):
         return main(["launch", "-n", "2", "--address", ray_address, *map(str, arguments)])
 
     return launch
-
-
-def start(folder, *arguments):
-    """`raytrainer launch` in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "raytrainer", "launch", *map(str, arguments)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-def wait_for(folder, *names, process):
-    deadline = time.monotonic() + 90
-    while not all((folder / name).exists() for name in names):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, names
-        time.sleep(0.05)
-
-
-def noted_pids(folder, number):
-    files = [*folder.glob("pid_*"), *folder.glob("children_*")]
-    pids = [int(pid) for path in files for pid in path.read_text().split()]
-    assert len(pids) == number
-    return pids
 
 
 def test_a_script_sees_torchruns_variables_and_the_users_folder(launch, tmp_path):
@@ -98,16 +68,19 @@ def test_a_killed_ray_worker_takes_its_script_with_it(launch, tmp_path, capfd):
     assert launch(ACT, tmp_path, "*=children") == 1
     thread.join()
     assert "rank 1 was lost" in capfd.readouterr().err
-    wait_gone(noted_pids(tmp_path, 6))
+    pids = noted_pids(tmp_path)
+    assert len(pids) == 6
+    wait_gone(pids)
 
 
 @pytest.mark.parametrize(
     ("number", "action", "code"), [(signal.SIGINT, "save", 0), (signal.SIGKILL, "children", -signal.SIGKILL)]
 )
 def test_a_signal_to_the_command_reaches_the_scripts(tmp_path, ray_address, number, action, code):
-    process = start(tmp_path, "-n", 2, "--address", ray_address, ACT, tmp_path, f"*={action}")
+    process = run_cli(tmp_path, "-n", 2, "--address", ray_address, ACT, tmp_path, f"*={action}")
     wait_for(tmp_path, "ready_0", "ready_1", process=process)
-    pids = noted_pids(tmp_path, 2 if action == "save" else 6)
+    pids = noted_pids(tmp_path)
+    assert len(pids) == (2 if action == "save" else 6)
     process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode == code
@@ -116,23 +89,16 @@ def test_a_signal_to_the_command_reaches_the_scripts(tmp_path, ray_address, numb
     wait_gone(pids)
 
 
-def test_after_a_node_s_death_the_scripts_start_again_on_what_is_left(tmp_path):
-    from ray.cluster_utils import Cluster
-
-    environment = dict(os.environ)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    try:
-        node = cluster.add_node(num_cpus=2)
-        arguments = ["-n", "1:4", "--max-restarts", 1, "--address", cluster.address]
-        process = start(tmp_path, *arguments, ACT, tmp_path, "*=until_restart")
-        wait_for(tmp_path, "ready_0", "ready_1", "ready_2", process=process)
-        cluster.remove_node(node, allow_graceful=False)
-        _, err = process.communicate(timeout=120)
-    finally:
-        cluster.shutdown()
-        os.environ.clear()
-        os.environ.update(environment)
+def test_after_a_node_s_death_the_scripts_start_again_on_what_is_left(tmp_path, ray_cluster):
+    node = ray_cluster.add_node(num_cpus=2)
+    arguments = ["-n", "1:4", "--max-restarts", 1, "--address", ray_cluster.address]
+    process = run_cli(tmp_path, *arguments, ACT, tmp_path, "*=until_restart")
+    wait_for(tmp_path, "ready_0", "ready_1", "ready_2", process=process)
+    ray_cluster.remove_node(node, allow_graceful=False)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert [path.name for path in tmp_path.glob("world_size_*")] == ["world_size_0"]
     assert (tmp_path / "world_size_0").read_text() == "1"
-    wait_gone(noted_pids(tmp_path, 3))
+    pids = noted_pids(tmp_path)
+    assert len(pids) == 3
+    wait_gone(pids)

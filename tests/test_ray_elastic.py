@@ -1,6 +1,5 @@
 """The number of workers follows the nodes of a real Ray cluster."""
 
-import os
 import queue
 import threading
 from pathlib import Path
@@ -13,18 +12,6 @@ from raytrainer.config.connection import RaySection
 from raytrainer.config.scaling import ScalingSection
 
 ROOT = str(Path(__file__).parents[1])
-
-
-@pytest.fixture
-def cluster():
-    from ray.cluster_utils import Cluster
-
-    environment = dict(os.environ)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    yield cluster
-    cluster.shutdown()
-    os.environ.clear()
-    os.environ.update(environment)
 
 
 def run_in(cluster, folder, on_record):
@@ -50,20 +37,20 @@ def run_in(cluster, folder, on_record):
 
 @pytest.mark.ray
 @pytest.mark.filterwarnings("default")
-def test_a_node_that_joins_is_used_and_one_that_dies_is_left(cluster, tmp_path):
+def test_a_node_that_joins_is_used_and_one_that_dies_is_left(ray_cluster, tmp_path):
     """1 worker; a node joins: 2; it is killed: 1 at once, without waiting for it."""
     records, nodes, actions, outcomes = [], [], queue.Queue(), []
 
     def on_record(record):
         records.append(record)
         if record.get("event") == "resumed" and record["step"] == 0:
-            actions.put(lambda: nodes.append(cluster.add_node(num_cpus=1)))
+            actions.put(lambda: nodes.append(ray_cluster.add_node(num_cpus=1)))
         elif record.get("event") == "resized" and record["to"] == 2:
-            actions.put(lambda: cluster.remove_node(nodes[0], allow_graceful=False))
+            actions.put(lambda: ray_cluster.remove_node(nodes[0], allow_graceful=False))
 
     def train():
         try:
-            outcomes.append(run_in(cluster, tmp_path, on_record))
+            outcomes.append(run_in(ray_cluster, tmp_path, on_record))
         finally:
             actions.put(None)
 

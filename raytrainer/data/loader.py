@@ -235,10 +235,7 @@ class MicrobatchLoader(DataLoader):
     _running: Callable[[], Any] = staticmethod(lambda: None)
 
     def __iter__(self) -> Iterator[LoadedMicrobatch]:
-        if self._forks():
-            batches = start_loader_workers(self._batches, lambda batches: self.close())
-        else:
-            batches = self._batches()
+        batches = start_loader_workers(self._batches, self.close) if self._forks() else self._batches()
         return _Iterator(self, batches)
 
     def _batches(self) -> Iterator[Any]:

@@ -30,7 +30,7 @@ class _Start(NamedTuple):
 _starting: _Start | None = None
 
 
-def start_loader_workers(make: Callable[[], Any], close: Callable[[Any], None]) -> Any:
+def start_loader_workers(make: Callable[[], Any], close: Callable[[], None]) -> Any:
     """Returns make(), an iterator of a DataLoader, once the loader workers it forked are at work.
 
     Forking a process with threads of other languages, as a process group has, leaves a worker in two dangers.
@@ -39,7 +39,8 @@ def start_loader_workers(make: Callable[[], Any], close: Callable[[Any], None]) 
     parent's garbage without the threads and devices behind it: to destroy a process group there crashes it,
     so it starts with the collector off and never looks at what it inherited.
 
-    close: ends the workers of an iterator. Raises WorkerLostError when they did not start in four attempts.
+    close: ends the workers of the last iterator made. Raises WorkerLostError when they did not start in four
+    attempts.
     """
     for limit_s in _START_LIMITS_S:
         with _reports() as reports:
@@ -47,7 +48,7 @@ def start_loader_workers(make: Callable[[], Any], close: Callable[[Any], None]) 
             workers = list(getattr(batches, "_workers", ()))
             if _all_report(reports, workers, limit_s):
                 return batches
-        close(batches)
+        close()
         for worker in workers:
             worker.kill()
             worker.join()
