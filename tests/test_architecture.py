@@ -27,7 +27,7 @@ FLOORS = {
     "tasks", "trainer", "training_input", "tree_step", "updates", "voting"],
     3: ["audit", "export", "finished", "predict", "reports", "runs"],
     4: ["cluster"],
-    5: ["__main__", "api", "cli", "launch_options", "new_project"],
+    5: ["__main__", "api", "cli", "commands", "launch_options", "new_project"],
 }  # fmt: skip
 
 # Only this package may import ray.
@@ -35,12 +35,12 @@ KNOWS_RAY = "cluster"
 
 # What the user's own process, Ray's controller and `--help` load; each costs its import of torch otherwise.
 WITHOUT_TORCH = (
-    "__main__", "api", "cli", "config", "launch_options", "new_project", "runs",
+    "__main__", "api", "cli", "commands", "config", "launch_options", "new_project", "runs",
     "cluster.run", "cluster.local", "cluster.launch", "cluster.script_rank", "cluster.ray_run",
     "cluster.ray_train",
 )  # fmt: skip
 # Of these, what `raytrainer --help` and `validate` load: no ray either.
-WITHOUT_RAY = ("__main__", "api", "cli", "config", "new_project", "runs", "cluster.run", "cluster.local")
+WITHOUT_RAY = ("__main__", "api", "cli", "commands", "config", "new_project", "runs", "cluster.run", "cluster.local")
 
 # Deferred imports that close a circle on purpose. A Config is made by functions that need the class, and its
 # classmethods call them; mistakes are explained with the schema's own keys.
