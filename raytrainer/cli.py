@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import raytrainer
-from raytrainer.commands import configs, finished, launch, run
+from raytrainer.commands import configs, finished, launch, pack, run
 
 app = typer.Typer(
     name="raytrainer",
@@ -41,6 +41,7 @@ def _main(
 # In the order in which --help lists them.
 app.command()(run.run)
 app.command(context_settings={"allow_interspersed_args": False})(launch.launch)
+app.command()(pack.pack)
 app.command()(configs.validate)
 app.command()(configs.schema)
 app.command("eval")(finished.evaluate)

@@ -190,6 +190,16 @@ def is_live(root: str) -> bool | None:
     return False
 
 
+def take_lock(storage: Storage) -> int | None:
+    """Locks a folder for this process, until `release_lock`; None on an object store. Raises ResumeError when
+    another process holds it."""
+    return RunDirectory._take_lock(storage)
+
+
+def release_lock(lock: int | None) -> None:
+    _release(lock)
+
+
 _LOCKS: set[int] = set()
 
 

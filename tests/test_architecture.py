@@ -25,9 +25,9 @@ FLOORS = {
     ],
     2: ["build", "evaluation", "evaluator", "finished_step", "preflight", "records", "state", "step", "task",
     "tasks", "trainer", "training_input", "tree_step", "updates", "voting"],
-    3: ["audit", "export", "finished", "predict", "reports", "runs"],
+    3: ["audit", "export", "finished", "pack", "predict", "reports", "runs"],
     4: ["cluster"],
-    5: ["__main__", "api", "cli", "commands", "launch_options", "new_project"],
+    5: ["__main__", "api", "cli", "commands", "launch_options", "new_project", "pack_options"],
 }  # fmt: skip
 
 # Only this package may import ray.
@@ -36,11 +36,26 @@ KNOWS_RAY = "cluster"
 # What the user's own process, Ray's controller and `--help` load; each costs its import of torch otherwise.
 WITHOUT_TORCH = (
     "__main__", "api", "cli", "commands", "config", "launch_options", "new_project", "runs",
+    "pack", "pack_options", "cluster.pack", "cluster.pack_local",
     "cluster.run", "cluster.local", "cluster.launch", "cluster.script_rank", "cluster.ray_run",
     "cluster.ray_train",
 )  # fmt: skip
 # Of these, what `raytrainer --help` and `validate` load: no ray either.
-WITHOUT_RAY = ("__main__", "api", "cli", "commands", "config", "new_project", "runs", "cluster.run", "cluster.local")
+WITHOUT_RAY = (
+    "pack",
+    "pack_options",
+    "cluster.pack",
+    "cluster.pack_local",
+    "__main__",
+    "api",
+    "cli",
+    "commands",
+    "config",
+    "new_project",
+    "runs",
+    "cluster.run",
+    "cluster.local",
+)
 
 # Deferred imports that close a circle on purpose. A Config is made by functions that need the class, and its
 # classmethods call them; mistakes are explained with the schema's own keys.

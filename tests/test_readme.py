@@ -152,6 +152,7 @@ def commands() -> list[str]:
 def test_every_command_is_there_with_these_options(command):
     name, *rest = shlex.split(command)[1:]
     assert name in COMMANDS
+    rest = rest[: rest.index("--")] if "--" in rest else rest  # behind it is a command of the user's
     parameters = COMMANDS[name].params
     options = {option: parameter for parameter in parameters for option in parameter.opts}
     given, words = [], iter(rest)
@@ -229,4 +230,6 @@ def test_every_example_is_listed():
         if path.name not in ("README.md", "__pycache__"):
             assert f"[{path.name}]" in DOCUMENTS["examples/README.md"], path.name
     for path in (ROOT / "examples").glob("*/*.yaml"):
-        assert f"raytrainer run {path.relative_to(ROOT)}`" in DOCUMENTS["examples/README.md"]
+        name = path.relative_to(ROOT)
+        commands_of_it = (f"raytrainer run {name}`", f"raytrainer pack {name}`")
+        assert any(command in DOCUMENTS["examples/README.md"] for command in commands_of_it), name

@@ -103,6 +103,16 @@ class Session:
         ]
 
     @property
+    def free_by_node(self) -> dict[str, tuple[str, dict[str, float]]]:
+        """By node ID, of the nodes that stay: their address, and what nobody uses at the moment."""
+        leaving, free = ray_state.get_draining_nodes(), ray_state.available_resources_per_node()
+        return {
+            node["NodeID"]: (node["NodeManagerAddress"], dict(free.get(node["NodeID"], {})))
+            for node in ray.nodes()
+            if node["Alive"] and node["NodeID"] not in leaving
+        }
+
+    @property
     def leaving_node_ids(self) -> set[str]:
         """Nodes that are being drained: a preemption with notice, or maintenance."""
         return set(ray_state.get_draining_nodes())

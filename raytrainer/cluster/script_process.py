@@ -43,6 +43,11 @@ class ScriptProcess:
                 start_new_session=True,
             )
 
+    @property
+    def supervisor_pid(self) -> int:
+        """The process above the script and all that it starts."""
+        return self._supervisor.pid
+
     def fileno(self) -> int:
         """Readable when there is something for `read`."""
         return self._socket.fileno()

@@ -80,27 +80,34 @@ def _looks_like_another_type(text: str) -> bool:
 
 
 def problems_of(
-    error: ValidationError, mapping: dict[str, Any], places: Places, skip: set[KeyPath]
+    error: ValidationError,
+    mapping: dict[str, Any],
+    places: Places,
+    skip: set[KeyPath],
+    keys: tuple[str, ...] | None = None,
 ) -> list[Problem]:
-    """Every mistake of a validation, but for values at the paths in `skip`, which are reported already."""
+    """Every mistake of a validation, but for values at the paths in `skip`, which are reported already.
+
+    keys: the dotted keys of the file, where it is no config of a run.
+    """
     problems = []
     for item in error.errors(include_url=False):
-        for broken in _broken(item, mapping):
+        for broken in _broken(item, mapping, keys):
             if broken.path not in skip:
                 problems.append(places.problem(broken, mapping))
     return problems
 
 
-def _broken(item: dict[str, Any], mapping: dict[str, Any]) -> Iterator[Broken]:
+def _broken(item: dict[str, Any], mapping: dict[str, Any], keys: tuple[str, ...] | None) -> Iterator[Broken]:
     path = tuple(part for part in item["loc"] if part != "[key]")
     inner = item.get("ctx", {}).get("error")
     if isinstance(inner, RulesBroken):
         for broken in inner.broken:
             yield Broken((*path, *broken.path), broken.rule, broken.fix)
         return
-    value, field = value_at(mapping, path), field_at(path)
+    value, field = value_at(mapping, path), field_at(path) if keys is None else None
     if item["type"] == "extra_forbidden":
-        yield _unknown_key(path)
+        yield _unknown_key(path, all_keys() if keys is None else keys)
     elif item["type"] == "missing":
         yield Broken(path, "is required", _example(path, field))
     else:
@@ -108,8 +115,7 @@ def _broken(item: dict[str, Any], mapping: dict[str, Any]) -> Iterator[Broken]:
         yield Broken(path, rule, fix or _example(path, field))
 
 
-def _unknown_key(path: KeyPath) -> Broken:
-    keys = all_keys()
+def _unknown_key(path: KeyPath, keys: tuple[str, ...]) -> Broken:
     near = right_key(dotted(path), keys)
     parent = dotted(path[:-1])
     beside = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == parent]

@@ -28,7 +28,8 @@ SCRIPT_REPLACES = ("data", "model")
 DEFAULT_OPTIMIZER = {"_target_": "torch.optim.AdamW", "lr": 1e-3}
 
 
-def _check_name(name: str) -> str:
+def check_name(name: str) -> str:
+    """A name that is one folder's; anything else breaks a rule."""
     if not name.strip() or name != name.strip():
         raise rule("must not be empty, nor begin or end with a space", "write name: my_run")
     if name in (".", "..") or re.search(r"[/\\\x00-\x1f\x7f]", name):
@@ -66,7 +67,7 @@ class Config(Section):
 
     model_config = ConfigDict(title="raytrainer config", json_schema_extra=_script_or_model)
 
-    name: Annotated[Text, AfterValidator(_check_name)] = Field(
+    name: Annotated[Text, AfterValidator(check_name)] = Field(
         description="Name of the run; its directory is `<storage_path>/<name>`.", examples=["mnist"]
     )
     storage_path: Annotated[Text, AfterValidator(_check_storage_path)] = Field(
