@@ -159,6 +159,41 @@ def test_ctrl_c_stops_all_and_resume_goes_on(here):
     assert log(3).count("process") == 1
 
 
+def test_a_trial_that_will_not_stop_is_killed_by_the_second_ctrl_c(here):
+    write("t.yaml", trials=[{"kind": "stubborn"}, {"kind": "stubborn"}], per_gpu=1)
+    process = start_pack("t.yaml", "--local")
+    wait_until(lambda: list(Path("runs").glob("search/*/pid_*")))
+    process.send_signal(signal.SIGTERM)
+    wait_until(lambda: list(Path("runs").glob("search/*/told")))
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 143, out
+    wait_gone(noted_pids("runs/search/trial_000"))
+    # The other one was never started.
+    assert not Path("runs/search/trial_001/stdout.log").exists()
+
+
+def test_trials_of_a_config_save_when_stopped_and_resume_where_they_were(here):
+    """The weights in the end are those of a run that nobody stopped."""
+    config = ROOT / "examples" / "pack" / "mnist_small.yaml"
+    for name in ("whole", "cut"):
+        mapping = {"name": name, "config": str(config), "trials": [{"seed": 3}], "threads": 1}
+        Path(f"{name}.yaml").write_text(json.dumps(mapping))
+    assert main(["pack", "whole.yaml", "--local"]) == 0
+    process = start_pack("cut.yaml", "--local")
+    metrics = Path("runs/cut/trial_000/run/metrics.jsonl")
+    wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 1)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, out
+    assert status(0, "cut")["state"] == "stopped"
+    result = json.loads(Path("runs/cut/trial_000/run/result.json").read_text())
+    assert (result["status"], 0 < result["steps"] < 64) == ("stopped", True)
+    assert main(["pack", "--resume", "runs/cut", "--local"]) == 0
+    results = [json.loads(Path(f"runs/{n}/trial_000/run/result.json").read_text()) for n in ("whole", "cut")]
+    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
+
+
 def test_nothing_is_left_when_the_command_is_killed(here):
     write("t.yaml", trials=[{"kind": "until"}, {"kind": "leave_and_wait"}], per_gpu=2)
     process = start_pack("t.yaml", "--local")

@@ -1,5 +1,6 @@
 """What `raytrainer pack` decides, as pure functions: the trials, the plan, the shares, the causes."""
 
+import io
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from raytrainer.cluster.pack_process import BoundedLog, Records
 from raytrainer.config.pack import load_pack_file, pack_file
 from raytrainer.errors import ConfigError, UsageError
 from raytrainer.pack import status as files
+from raytrainer.pack import table
 from raytrainer.pack.cause import TrialEnd, cause_of, is_retried
 from raytrainer.pack.machines import MachineFacts, PackSettings, nodes_of, share_on
 from raytrainer.pack.plan import Card, Node, Placement, Request, candidates, plan
@@ -392,6 +394,37 @@ def test_records_come_from_lines_of_json_alone(tmp_path):
         file.write("}\n")
     assert records.written() == [{"step": 2}]
     assert Records(path).written() == []
+
+
+def test_the_table_on_a_terminal_and_lines_elsewhere():
+    statuses = [TrialStatus(n, "finished", metrics={"loss": 0.1}, peak_memory_gib=1.5) for n in range(40)]
+    statuses[3] = TrialStatus(3, "running", place={"node": "", "card": "cuda:1", "slot": 2}, step=7)
+    statuses[9] = TrialStatus(9, "failed", cause="timeout")
+    kept = table.shown(statuses)
+    assert len(kept) == table.MAX_ROWS
+    assert {3, 9} <= {each.trial for each in kept}
+    assert table.row(statuses[3], "loss", 61.0) == [
+        "trial_003", "cuda:1 slot 2", "running", "7", "-", "-", "1:01",
+    ]  # fmt: skip
+    assert table.row(statuses[9], "loss", 0.0)[2] == "failed: timeout"
+    assert table.counts(statuses) == "1 running, 38 finished, 1 failed"
+    for interactive in (True, False):
+        stream = io.StringIO()
+        screen = table.Screen(stream, interactive)
+        screen.say("trial_003 starts")
+        screen.draw([table.row(each, "loss", 0.0) for each in kept], table.counts(statuses))
+        screen.close()
+        assert "trial_003 starts" in stream.getvalue()
+        assert ("failed: timeout" in stream.getvalue()) == interactive
+
+
+def test_a_long_curve_is_thinned():
+    status = TrialStatus(0)
+    for step in range(3 * files.MAX_POINTS):
+        status = status.observed({"step": step, "loss": 1.0 / (step + 1)}, "loss")
+    assert len(status.curve) < files.MAX_POINTS
+    assert status.curve[0] == (0.0, 1.0)
+    assert status.curve[-1][0] == 3 * files.MAX_POINTS - 1
 
 
 def test_settings_for_a_resume_hold_no_values_of_the_environment():

@@ -29,7 +29,7 @@ from raytrainer.pack.machines import (
     share_on,
 )
 from raytrainer.pack.plan import Node, Placement, plan
-from raytrainer.pack.share import loader_workers, shm_notice, trial_environment
+from raytrainer.pack.share import Share, loader_workers, shm_notice, trial_environment
 from raytrainer.pack.status import TrialStatus
 from raytrainer.pack.table import Screen, counts, plan_table, row
 from raytrainer.pack.trials import RUN_NAME, Trial
@@ -41,6 +41,8 @@ STOP_GRACE_S = 25.0
 POLL_S = 0.25
 # A running trial's status.json is written this often.
 STATUS_S = 5.0
+# Without a terminal, a line about what runs.
+PROGRESS_S = 30.0
 
 
 class Backend(Protocol):
@@ -184,6 +186,7 @@ class _Pack:
         self._told = False
         self._killed = False
         self._drawn_s = 0.0
+        self._said_s = time.monotonic()
         self._machines = backend.machines()
         self._nodes = nodes_of(self._machines, settings, len(trials))
 
@@ -205,10 +208,8 @@ class _Pack:
         cards = sum(len(node.cards) for node in self._nodes)
         at_once = min(slots, len(self._queue))
         done = len(self._status) - len(self._queue)
-        self._screen.say(
-            f"{len(self._queue)} trials, {at_once} at once on {cards} {'card' if cards == 1 else 'cards'}"
-            + (f"; {done} had finished before" if done else "")
-        )
+        text = f"{_count(len(self._queue), 'trial')}, {at_once} at once on {_count(cards, 'card')}"
+        self._screen.say(text + (f"; {done} had finished before" if done else ""))
         for node in self._nodes:
             facts = self._machines[node.name]
             workers = loader_workers(self._settings.threads or node.threads_per_trial)
@@ -220,6 +221,7 @@ class _Pack:
     # Starts
 
     def _start_what_fits(self) -> None:
+        self._look_at_nodes()
         if not self._queue:
             self._ask_for_more()
         requests = [
@@ -257,7 +259,7 @@ class _Pack:
         run_dir = f"{trial_dir}/{RUN_NAME}" if trial.config_yaml is not None else trial_dir
         start = TrialStart(
             trial=trial.index,
-            command=tuple(trial.argv(trial_dir)),
+            command=(*trial.argv(trial_dir), *_loader_override(trial, share)),
             environment=environment,
             directory=os.getcwd(),
             trial_dir=trial_dir,
@@ -321,8 +323,6 @@ class _Pack:
             if cause.kind in OUT_OF_MEMORY:
                 self._alone.add(index)
             self._queue.insert(0, index)
-            if cause.kind == "lost_node":
-                self._look_at_nodes()
         else:
             self._source.ended(status)
         self._screen.say(
@@ -330,11 +330,17 @@ class _Pack:
         )
 
     def _look_at_nodes(self) -> None:
-        """After a node was lost: what is left."""
-        self._machines = self._backend.machines()
-        if not self._machines:
-            raise TrainingError("all nodes are gone; raytrainer pack --resume " + self._directory)
-        self._nodes = nodes_of(self._machines, self._settings, len(self._trials))
+        """A node may have been lost since."""
+        machines = self._backend.machines()
+        if machines.keys() == self._machines.keys():
+            return
+        if not machines:
+            raise TrainingError(
+                "no node is left to run trials on\n"
+                f"  what has finished is kept; go on with raytrainer pack --resume {self._directory}"
+            )
+        self._machines = machines
+        self._nodes = nodes_of(machines, self._settings, len(self._trials))
 
     def _pass_on_stop(self) -> None:
         if not self._told:
@@ -359,7 +365,21 @@ class _Pack:
         now_s = time.monotonic()
         if now_s - self._drawn_s >= POLL_S:
             self._drawn_s = now_s
+            if not self._screen.is_interactive:
+                self._say_progress(now_s)
             self._screen.draw(self._rows(), counts(list(self._status.values())))
+
+    def _say_progress(self, now_s: float) -> None:
+        """Without a terminal: a line now and then."""
+        if now_s - self._said_s < PROGRESS_S:
+            return
+        self._said_s = now_s
+        parts = []
+        for index in list(self._running)[:4]:
+            status = self._status[index]
+            cells = row(status, self._settings.metric, 0.0)
+            parts.append(f"{status.name} step {cells[3]} {cells[4]}")
+        self._screen.say("; ".join([counts(list(self._status.values())), *parts]))
 
     def _rows(self) -> list[list[str]]:
         from raytrainer.pack.table import shown
@@ -393,6 +413,17 @@ class _Pack:
                 f"best: {metric} {best.metrics[metric]:.4g}{at}: {self._storage.path(best.name)}"
             )
         return self._stop.exit_code or files.worst_exit_code(statuses)
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def _loader_override(trial: Trial, share: Share) -> list[str]:
+    """A config's loader has no more workers than the trial's part of the cores allows."""
+    if trial.loader_workers is None or trial.loader_workers <= share.loader_workers:
+        return []
+    return [f"data.loader.num_workers={share.loader_workers}"]
 
 
 def _describe_end(

@@ -14,9 +14,10 @@ class LocalBackend:
 
     def __init__(self) -> None:
         self._host = TrialHost()
+        self._facts = machine_facts()
 
     def machines(self) -> dict[str, MachineFacts]:
-        return {"": machine_facts()}
+        return {"": self._facts}
 
     def start(self, node: str, start: TrialStart) -> None:
         self._host.start(start)

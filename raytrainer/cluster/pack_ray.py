@@ -85,7 +85,7 @@ class RayBackend:
         self._facts: dict[str, MachineFacts] = {}
         self._asked: dict[Any, str] = {}
         self._trials: dict[str, set[int]] = {}
-        self._lost_news: list[dict[str, Any]] = []
+        self._late_news: list[dict[str, Any]] = []
         try:
             self._hold_nodes()
         except BaseException:
@@ -130,6 +130,10 @@ class RayBackend:
         return dict(self._facts)
 
     def start(self, node: str, start: TrialStart) -> None:
+        if node not in self._actors:
+            lost = TrialEnd(-9, lost=f"node {node} is gone")
+            self._late_news.append({"trial": start.trial, "end": lost})
+            return
         changed = {k: v for k, v in start.environment.items() if os.environ.get(k) != v}
         self._trials[node].add(start.trial)
         self._actors[node].start.remote(replace(start, environment=changed), self._session.ships_files)
@@ -139,6 +143,9 @@ class RayBackend:
             self._actors[node].end.remote(trial, reason, number, grace_s)
 
     def news(self, timeout_s: float) -> list[dict[str, Any]]:
+        if self._late_news:
+            news, self._late_news = self._late_news, []
+            return news
         asked = set(self._asked.values())
         for name, actor in self._actors.items():
             if name not in asked:
@@ -150,6 +157,8 @@ class RayBackend:
         news = []
         for ref in ready:
             name = self._asked.pop(ref)
+            if name not in self._actors:
+                continue
             try:
                 found = self._ray.get(ref)
             except self._ray.exceptions.RayActorError as error:
@@ -161,7 +170,9 @@ class RayBackend:
 
     def _lose(self, name: str, why: str) -> list[dict[str, Any]]:
         """A node is gone, and its trials with it."""
-        del self._actors[name], self._facts[name]
+        # It may be out of reach and not gone: the trials run elsewhere from now on.
+        self._ray.kill(self._actors.pop(name))
+        del self._facts[name]
         lost = TrialEnd(-9, lost=f"node {name} is gone ({why})")
         return [{"trial": trial, "end": lost} for trial in sorted(self._trials.pop(name))]
 

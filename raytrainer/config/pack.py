@@ -140,7 +140,7 @@ class PackFile(Section):
     retries: int = Field(
         1, ge=0, description="New starts of a trial that ran out of memory, or whose node was lost."
     )
-    stagger_s: float = Field(0.2, ge=0, description="Seconds between two starts on one card.")
+    stagger_s: float = Field(0.1, ge=0, description="Seconds between two starts on one card.")
     log_mib: float = Field(16.0, gt=0, description="Size of a trial's log; its middle is left out beyond.")
     env: dict[str, Text] = Field({}, description="Environment variables of the trials.")
     process_args: bool = Field(False, description="Add --process_index I --process_num N to the command.")

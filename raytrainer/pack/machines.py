@@ -40,7 +40,7 @@ class PackSettings:
     shm_gib: float | None = None
     timeout_s: float | None = None
     retries: int = 1
-    stagger_s: float = 0.2
+    stagger_s: float = 0.1
     log_mib: float = 16.0
     metric: str | None = None
     metric_mode: str | None = None

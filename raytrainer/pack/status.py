@@ -21,6 +21,7 @@ from raytrainer.storage import Storage
 PACK_FILE, STATUS_FILE, LOG_FILE = "pack.json", "status.json", "stdout.log"
 RESULTS = "results"
 VERSION = 1
+MAX_POINTS = 1000
 # Of a record: where it stands, no metric.
 _PLACE = ("step", "epoch", "time_s", "total_steps", "world_size", "data_time_pct")
 _LESS_IS_BETTER = re.compile(r"(loss|error|err|perplexity|mse|mae|rmse|time|_s)$", re.I)
@@ -66,7 +67,7 @@ class TrialStatus:
         numbers = {key: float(value) for key, value in record.items() if _is_metric(key, value)}
         curve = self.curve
         if metric in numbers:
-            curve = (*curve, (float(len(curve) if step is None else step), numbers[metric]))
+            curve = _thinned((*curve, (float(len(curve) if step is None else step), numbers[metric])))
         return replace(
             self,
             step=self.step if step is None else step,
@@ -110,6 +111,11 @@ class TrialStatus:
         mapping["attempts"] = tuple(mapping["attempts"])
         mapping["curve"] = tuple((step, value) for step, value in mapping["curve"])
         return cls(**mapping)
+
+
+def _thinned(curve: tuple) -> tuple:
+    """Every second point of a curve that has become long, and the last."""
+    return curve if len(curve) < MAX_POINTS else (*curve[:-1:2], curve[-1])
 
 
 def _is_metric(key: str, value: Any) -> bool:

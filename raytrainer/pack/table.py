@@ -97,6 +97,11 @@ class Screen:
             self._live = Live("", console=terminal, auto_refresh=False)
             self._live.start()
 
+    @property
+    def is_interactive(self) -> bool:
+        """Whether there is a table to redraw."""
+        return self._live is not None
+
     def say(self, text: str) -> None:
         """A line, above the table."""
         if self._gone:

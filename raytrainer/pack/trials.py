@@ -45,7 +45,7 @@ class Trial:
 
     values: what tells it from the others. command: as it is started, with {trial_dir} and {trial} still in
     place. config_yaml: the config that it runs, for a trial of a config. timeout_s, memory_gib, threads: its
-    own, where they differ from the others'.
+    own, where they differ from the others'. loader_workers: what its config asks for.
     """
 
     index: int
@@ -55,6 +55,7 @@ class Trial:
     timeout_s: float | None = None
     memory_gib: float | None = None
     threads: int | None = None
+    loader_workers: int | None = None
 
     @property
     def name(self) -> str:
@@ -256,7 +257,9 @@ def _config_trials(file: PackFile, values: Sequence[dict[str, Any]]) -> list[Tri
             if len(problems) > 5:
                 break
             continue
-        trials.append(Trial(index, command, dict(each), config.stored_yaml()))
+        workers = config.data.loader.num_workers
+        asked = workers if isinstance(workers, int) else None
+        trials.append(Trial(index, command, dict(each), config.stored_yaml(), loader_workers=asked))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return trials

@@ -93,3 +93,8 @@ elif args.kind == "flood":
 elif args.kind == "until":
     note(os.getpid())
     wait_for_go()
+elif args.kind == "stubborn":
+    signal.signal(signal.SIGTERM, lambda number, frame: (HERE / "told").touch())
+    note(os.getpid())
+    while True:
+        time.sleep(0.1)
