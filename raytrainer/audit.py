@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from raytrainer.config.data import ceil_div
@@ -171,7 +171,8 @@ def audit_run(run_dir: str) -> Audit:
     events = records_of(read_lines(storage, EVENTS_FILE))
     begun_at = [event["step"] for event in events if event.get("event") in ("started", "resumed")]
     branch = next((event["step"] for event in events if event.get("event") == "branched"), 0)
-    lines = list(read_ledger(storage, last_step))
+    damage: list[str] = []
+    lines = list(read_ledger(storage, last_step, damage.append))
     first_step = branch + 1 if branch and all(line.step > branch for line in lines) else 1
     config = load_run_config(run_dir)
     num_samples = infos[-1].meaning[DATA_LENGTH]
@@ -181,7 +182,8 @@ def audit_run(run_dir: str) -> Audit:
         lines = [line for line in lines if line.step > branch]
         lines += [LedgerLine(**{**vars(line), "attempt": 0}) for line in lines_before]
         begun_at = [max(step, branch) for step in begun_at]
-    return judge(lines, _expected(config, num_samples, first_step, last_step, begun_at))
+    found = judge(lines, _expected(config, num_samples, first_step, last_step, begun_at))
+    return replace(found, problems=(*damage, *found.problems))
 
 
 def _expected(

@@ -11,7 +11,7 @@ from torch import nn
 
 from raytrainer import optim
 from raytrainer.checkpoint import read_weights
-from raytrainer.config import callable_from, instantiate, takes
+from raytrainer.config import callable_from, instantiate, names_places, takes
 from raytrainer.data import ElasticBatchSampler, inspect_dataset
 from raytrainer.errors import CheckpointError, ConfigError, Problem, TargetError
 from raytrainer.evaluation import check_metric
@@ -40,6 +40,7 @@ class Data:
     order: Any | None
 
 
+@names_places
 def build_data(config: Config) -> Data:
     """Raises DataError for a data set that is empty or has no length, TargetError when one cannot be made."""
     train = instantiate(config.data.train, at="data.train")
@@ -52,6 +53,7 @@ def build_data(config: Config) -> Data:
     return Data(train, evaluation, collate_fn, order)
 
 
+@names_places
 def build_eval_data(config: Config) -> Any | None:
     """The evaluation data set alone; None where there is none. Raises as `build_data` does."""
     if config.data.eval is None:
@@ -75,13 +77,14 @@ def build_sampler(config: Config, data: Data, rank: int, world_size: int) -> Ela
     )
 
 
+@names_places
 def build_model(config: Config, device: torch.device) -> nn.Module:
     """The model on its device, its weights drawn from the config's seed or read from `init_from`, frozen as
     asked."""
     torch.manual_seed(config.seed)
     model = instantiate(config.model, at="model")
     if not isinstance(model, nn.Module):
-        raise TargetError(f"model: it makes a {type(model).__name__}, not a torch.nn.Module")
+        raise TargetError(f"it makes a {type(model).__name__}, not a torch.nn.Module", "model")
     if config.init_from is not None:
         load_weights(model, _weights_to_start_from(config.init_from), config.init_from)
     optim.freeze(model, config.parameters.freeze)
@@ -121,10 +124,11 @@ def describe_misfit(model: nn.Module, weights: dict[str, torch.Tensor]) -> str |
     return "; ".join(problems[:4]) + (f" and {len(problems) - 4} more" if len(problems) > 4 else "")
 
 
+@names_places
 def build_task(config: Config, model: nn.Module, device: torch.device) -> Task:
     task = Task() if config.task is None else instantiate(config.task, at="task")
     if not isinstance(task, Task):
-        raise TargetError(f"task: it makes a {type(task).__name__}, not a raytrainer.Task")
+        raise TargetError(f"it makes a {type(task).__name__}, not a raytrainer.Task", "task")
     task.model, task.device, task.seed = model, device, config.seed
     if config.loss is not None:
         task.loss = instantiate(config.loss, at="loss")
@@ -133,6 +137,7 @@ def build_task(config: Config, model: nn.Module, device: torch.device) -> Task:
     return task
 
 
+@names_places
 def build_metrics(config: Config, device: torch.device) -> dict[str, Any]:
     """torchmetrics by name, on the device, counting in float64."""
     metrics = {}
@@ -143,6 +148,7 @@ def build_metrics(config: Config, device: torch.device) -> dict[str, Any]:
     return metrics
 
 
+@names_places
 def build_optimizers(config: Config, model: nn.Module, task: Task) -> dict[str, torch.optim.Optimizer]:
     """The task's optimizers by name; "" is the name of a single one."""
 
@@ -154,13 +160,15 @@ def build_optimizers(config: Config, model: nn.Module, task: Task) -> dict[str, 
         optimizers = {"": optimizers}
     for name, optimizer in optimizers.items():
         if not isinstance(optimizer, torch.optim.Optimizer):
-            label = f"optimizer {name!r}" if name else "optimizer"
-            raise TargetError(f"{label}: it makes a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+            label = f"{name!r}: " if name else ""
+            made = f"{label}it makes a {type(optimizer).__name__}, not a torch.optim.Optimizer"
+            raise TargetError(made, "optimizer")
     if not optimizers:
-        raise TargetError("task: configure_optimizers returned no optimizer")
+        raise TargetError("configure_optimizers returned no optimizer", "task")
     return optimizers
 
 
+@names_places
 def build_schedules(
     config: Config, optimizers: dict[str, torch.optim.Optimizer], num_steps: int
 ) -> dict[str, Schedule]:
@@ -181,6 +189,8 @@ def _with_what_it_takes(target: Any, where: str, *args: Any, **offers: Any) -> A
     open."""
     given_already = target if isinstance(target, dict) else {}
     given = {
-        name: value for name, value in offers.items() if name not in given_already and takes(target, name)
+        name: value
+        for name, value in offers.items()
+        if name not in given_already and takes(target, name, where)
     }
     return instantiate(target, *args, at=where, **given)

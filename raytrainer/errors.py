@@ -76,7 +76,17 @@ class ConfigError(UsageError):
 
 
 class TargetError(UsageError):
-    """A `_target_` that cannot be imported, does not take its arguments, or raises when it is called."""
+    """A `_target_` that cannot be imported, does not take its arguments, or raises when it is called.
+
+    path: dotted key in the config, "" where it is not known; where: "file:line" or "override ...".
+    """
+
+    def __init__(self, message: str, path: str = "", where: str = ""):
+        super().__init__(message)
+        self.path, self.where = path, where
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.where, self.path, super().__str__()) if part)
 
 
 class DataError(UsageError):

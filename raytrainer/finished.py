@@ -92,7 +92,8 @@ class FinishedRun:
         data = build.build_eval_data(self.config)
         if data is not None:
             return data, "data.eval"
-        return instantiate(self.config.data.train, at="data.train"), "data.train"
+        with self.config.places.named():
+            return instantiate(self.config.data.train, at="data.train"), "data.train"
 
     def _compute_as_in_training(self) -> None:
         """A compiled model, or one in TF32, rounds differently."""

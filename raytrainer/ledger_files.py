@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 
+from raytrainer.errors import CheckpointError
 from raytrainer.storage import Storage
 
 LEDGER_FOLDER = "ledger"
@@ -51,16 +52,18 @@ def write_lines(storage: Storage, lines: list[LedgerLine]) -> None:
     storage.write(f"{LEDGER_FOLDER}/{_name(min(steps), max(steps))}", content.encode())
 
 
-def read_ledger(storage: Storage, until_step: int) -> Iterator[LedgerLine]:
+def read_ledger(
+    storage: Storage, until_step: int, on_damage: Callable[[str], None] | None = None
+) -> Iterator[LedgerLine]:
     """The lines of all steps up to `until_step`, file by file; what is beyond belongs to lost steps.
 
     Two files may tell of the same computation, when one of them was written for a checkpoint that a crash
-    kept from being committed: it counts once.
+    kept from being committed: it counts once. on_damage: told of each line that cannot be read, which is then
+    left out; without it that is a CheckpointError.
     """
     seen = set()
     for name, _, _ in _files(storage):
-        for text in storage.read(f"{LEDGER_FOLDER}/{name}").splitlines():
-            line = LedgerLine(**json.loads(text))
+        for line in _lines(storage, name, on_damage):
             key = line.step, line.microbatch, line.rank, line.attempt
             if line.step <= until_step and key not in seen:
                 seen.add(key)
@@ -86,11 +89,23 @@ def copy_until(source: Storage, target: Storage, step: int) -> None:
         if last <= step:
             target.write(f"{LEDGER_FOLDER}/{name}", source.read(f"{LEDGER_FOLDER}/{name}"))
         elif first <= step:
-            lines: Iterable[str] = source.read(f"{LEDGER_FOLDER}/{name}").decode().splitlines()
-            write_lines(
-                target,
-                [line for line in (LedgerLine(**json.loads(t)) for t in lines) if line.step <= step],
-            )
+            write_lines(target, [line for line in _lines(source, name) if line.step <= step])
+
+
+def _lines(
+    storage: Storage, name: str, on_damage: Callable[[str], None] | None = None
+) -> Iterator[LedgerLine]:
+    path = f"{LEDGER_FOLDER}/{name}"
+    for number, text in enumerate(storage.read(path).splitlines(), start=1):
+        try:
+            line = LedgerLine(**json.loads(text))
+        except (ValueError, TypeError) as error:
+            damage = f"{storage.path(path)}:{number} is damaged: no line of a ledger"
+            if on_damage is None:
+                raise CheckpointError(damage) from error
+            on_damage(damage)
+        else:
+            yield line
 
 
 def _files(storage: Storage) -> list[tuple[str, int, int]]:

@@ -6,12 +6,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from raytrainer import build
-from raytrainer.config import callable_from, check_target, locate, takes
+from raytrainer.config import callable_from, check_target, locate, names_places, takes
 
 if TYPE_CHECKING:
     from raytrainer.config import Config
 
 
+@names_places
 def deep_report(config: Config) -> str:
     """What a run would do, in a few lines. Raises TargetError or DataError for what it could not do.
 
@@ -45,7 +46,7 @@ def _check_scheduler(target: Any) -> None:
     """The run adds the optimizer, and total_steps where the target takes it and does not have it."""
     if isinstance(target, dict):
         locate(target["_target_"], "scheduler")
-        offers = {"total_steps": 1} if takes(target, "total_steps") else {}
+        offers = {"total_steps": 1} if takes(target, "total_steps", "scheduler") else {}
         check_target(target, None, at="scheduler", **offers)
 
 

@@ -15,8 +15,9 @@ import secrets
 import socket
 import sys
 import time
+from collections.abc import Callable
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from raytrainer.config import importable
 from raytrainer.errors import ResumeError, StorageError
@@ -26,8 +27,11 @@ from raytrainer.storage import Storage, open_storage, patiently, read_lines
 if TYPE_CHECKING:
     from raytrainer.config import Config
 
+T = TypeVar("T")
+
 CONFIG_FILE, ENVIRONMENT_FILE, RESULT_FILE = "config.yaml", "env.json", "result.json"
 EVENTS_FILE = "events.jsonl"
+RUN_ID_FILE = "run_id"
 _PACKAGES = ("raytrainer", "torch", "torchvision", "ray", "numpy", "torchmetrics", "pydantic", "omegaconf")
 
 
@@ -70,6 +74,8 @@ class RunDirectory:
         try:
             token = secrets.token_hex(8)
             storage.write("token", token.encode())
+            if not storage.exists(RUN_ID_FILE):
+                storage.write(RUN_ID_FILE, secrets.token_hex(8).encode())
             last = storage.read(RESULT_FILE) if storage.exists(RESULT_FILE) else None
             return cls(storage.root, token, lock=lock, last_result=_parse_result(last))
         except BaseException:
@@ -117,6 +123,27 @@ class RunDirectory:
         """Raises StorageError when a later run has taken the directory, or when it is not there."""
         if not self.owns():
             raise StorageError(f"{self.root} was taken over by a later run: nothing more is written to it")
+
+    @property
+    def run_id(self) -> str:
+        """The same for all attempts of this run, and another for a later run in a folder of its name."""
+        return self.storage.read(RUN_ID_FILE).decode()
+
+    def while_there(self, action: Callable[[], T]) -> T:
+        """Returns action(), which reads; tries again for two minutes while the storage is away.
+
+        A share that is away looks like an empty folder: what is not found counts only where the directory is
+        there before and after. Raises StorageError.
+        """
+
+        def checked() -> T:
+            self.check_owner()
+            try:
+                return action()
+            finally:
+                self.check_owner()
+
+        return patiently(checked)
 
     def event(self, event: str, **details: Any) -> dict[str, Any]:
         """Adds a line to events.jsonl and returns it."""

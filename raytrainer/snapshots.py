@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from raytrainer import ledger_files
 from raytrainer.errors import StorageError
 from raytrainer.manifest import FOLDER, MANIFEST, list_checkpoints
+from raytrainer.rundir import RUN_ID_FILE
 from raytrainer.storage import Storage, may_pass
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class SnapshotWriter:
 
         written = False
         try:
+            self._storage.write(RUN_ID_FILE, self._run_dir.run_id.encode())
             info = checkpoint.save(self._run_dir, snapshot, self._storage)
             for old in list_checkpoints(self._storage):
                 if old.step != info.step:
@@ -128,12 +130,14 @@ class SnapshotWriter:
 def recover(folder: str, run_dir: RunDirectory) -> int | None:
     """Makes the newest snapshot a checkpoint of `run_dir` if it is newer than all of those; returns its step.
 
-    Only while no rank is running.
+    Only while no rank is running. A snapshot of an earlier run, whose directory of the same name was deleted,
+    is left alone. Raises StorageError.
     """
     from raytrainer.adopt import Source, adopt
 
     storage = Storage(folder)
-    infos, committed = list_checkpoints(storage), list_checkpoints(run_dir.storage)
+    infos = list_checkpoints(storage) if _is_of(run_dir, storage) else []
+    committed = run_dir.while_there(lambda: list_checkpoints(run_dir.storage))
     committed_step = committed[-1].step if committed else 0
     if not infos or infos[-1].step <= committed_step:
         return None
@@ -143,3 +147,9 @@ def recover(folder: str, run_dir: RunDirectory) -> int | None:
     ledger_files.write_lines(run_dir.storage, lines)
     adopt(Source(storage, f"{FOLDER}/{info.name}", info, None), run_dir)
     return info.step
+
+
+def _is_of(run_dir: RunDirectory, snapshots: Storage) -> bool:
+    if not snapshots.exists(RUN_ID_FILE):
+        return False
+    return snapshots.read(RUN_ID_FILE).decode() == run_dir.while_there(lambda: run_dir.run_id)

@@ -93,6 +93,9 @@ class MicrobatchStep:
     def warm_up(self, loaded: LoadedMicrobatch) -> None:
         """Does with a microbatch what must be settled before the first step; leaves no other trace."""
 
+    def close(self) -> None:
+        """Lets go of whatever holds the process group, which is to end after this."""
+
     def share_buffers(self) -> None:
         """Gives every rank rank 0's buffers, as evaluation and predictions use them."""
         broadcast_tensors(self._module.model.buffers(), self._process.world_size)
@@ -196,7 +199,9 @@ class GradientStep(MicrobatchStep):
         # ours.
         factor = float(self._process.world_size) if self._ddp is not None and not explicit else 1.0
         num_local, num_skipped = len(plan.local), 0
-        module = self._ddp if self._ddp is not None else self._module
+        # DDP lays its buckets anew in its second forward pass, with a broadcast: one of which a rank without
+        # samples knows nothing, and the others would wait for it.
+        module = self._module if self._ddp is None or explicit else self._ddp
         for position in range(num_local):
             loaded = next(microbatches)
             num_skipped += len(loaded.skipped)
@@ -204,7 +209,7 @@ class GradientStep(MicrobatchStep):
                 continue
             self._seed(step, loaded.microbatch.number)
             synchronize = position == num_local - 1 and not explicit
-            with self._buffers.around(loaded.microbatch.number), self._communicating(synchronize):
+            with self._buffers.around(loaded.microbatch.number), self._communicating(synchronize or explicit):
                 self._backward(module, loaded, plan.num_samples, factor, stop, keywords)
         if self.votes_grad is None:
             self._vote_without_samples(stop, num_skipped)
@@ -236,6 +241,9 @@ class GradientStep(MicrobatchStep):
         if self._ddp is None or synchronize:
             return contextlib.nullcontext()
         return self._ddp.no_sync()
+
+    def close(self) -> None:
+        self._ddp = None
 
     def _refuse_unused_parameters(self) -> None:
         """Without this, DDP would leave out sums in this step without a word, and only complain in

@@ -37,15 +37,15 @@ def patiently(action: Callable[[], T], wait: Callable[[float], object] = time.sl
     wait: called with the seconds until the next try. Raises StorageError once it is hopeless: a full disk, a
     missing right, too long.
     """
-    for wait_s in (*RETRY_WAITS_S, None):
+    for wait_s in RETRY_WAITS_S:
         try:
             return action()
         except StorageError as error:
-            if wait_s is None or not may_pass(error):
+            if not may_pass(error):
                 raise
             warn(f"{error}; trying again in {wait_s} s")
-            wait(wait_s)
-    raise AssertionError("unreachable")
+        wait(wait_s)
+    return action()
 
 
 def open_storage(root: str) -> Storage:
@@ -79,14 +79,21 @@ class Storage:
             os.makedirs(self.path(name), exist_ok=True)
 
     def exists(self, name: str = "") -> bool:
-        return os.path.exists(self.path(name))
+        """Raises StorageError where that cannot be told: what a share that is away holds is not gone."""
+        with _explained("look for", self.path(name)):
+            try:
+                os.stat(self.path(name))
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+            return True
 
     def list(self, name: str = "") -> list[str]:
         """Names of the direct children, sorted; empty where there is no such folder."""
-        try:
-            return sorted(os.listdir(self.path(name)))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        with _explained("list", self.path(name)):
+            try:
+                return sorted(os.listdir(self.path(name)))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
 
     def read(self, name: str) -> bytes:
         with _explained("read", self.path(name)), open(self.path(name), "rb") as file:

@@ -177,6 +177,7 @@ class Trainer:
         model.train()
         self._randomness = StepRandomness(config.seed, device)
         self.gradients = self._gradient_step()
+        self._open.callback(self.gradients.close)
         self._votes = VoteReader(device, lag=0 if config.training.on_nan == "skip" else 2)
         self._timer = StepTimer()
         self._due = DuePolicy.from_config(config)
@@ -228,15 +229,16 @@ class Trainer:
         storage = self._run_dir.storage
         info = None
         if self.process.is_first:
-            latest = checkpoint.load_latest(storage)
+            latest = self._run_dir.while_there(lambda: checkpoint.load_latest(storage))
             info = latest and latest[0]
         info = broadcast_object(info, self.process.world_size)
         if info is None:
             return
         check_same_meaning(self._run_dir.root, info.meaning, self._meaning)
         if not self.process.is_first:
-            names = (MODEL_FILE, TRAINING_FILE)
-            latest = (info, *checkpoint.load_files(storage, f"{FOLDER}/{info.name}", info, names))
+            names, folder = (MODEL_FILE, TRAINING_FILE), f"{FOLDER}/{info.name}"
+            load = self._run_dir.while_there
+            latest = (info, *load(lambda: checkpoint.load_files(storage, folder, info, names)))
         self.state.load(latest[1], latest[2])
 
     def _new_ledger(self) -> Ledger:

@@ -28,6 +28,23 @@ def config(tmp_path, monkeypatch):
     return "a.yaml"
 
 
+def test_a_wrong_target_is_told_with_its_line(config, tmp_path, capsys):
+    (tmp_path / "rt_lines.py").write_text(
+        "class Data:\n    def __len__(self): return 8\n    def __getitem__(self, i): raise IndexError\n"
+        "class Net:\n    def __init__(self, width): pass\n"
+    )
+    text = SMALL.replace("rt_cli", "rt_lines")
+    (tmp_path / "a.yaml").write_text(text.replace("rt_lines.Net}", "rt_lines.Net, widht: 3}"))
+    assert main(["validate", config, "--deep"]) == 2
+    assert "a.yaml:3: model.widht: rt_lines.Net takes no keyword widht" in capsys.readouterr().err
+    assert main(["run", config, "--local"]) == 2
+    assert "a.yaml:3: model.widht: rt_lines.Net takes no keyword widht" in capsys.readouterr().err
+    assert main(["validate", config, "--deep", "model={_target_: rt_lines.Nut}"]) == 2
+    assert (
+        "override 'model={_target_: rt_lines.Nut}': model: _target_ rt_lines.Nut" in capsys.readouterr().err
+    )
+
+
 @pytest.fixture
 def stub(monkeypatch):
     """Puts a module of this name in place for the command to import."""

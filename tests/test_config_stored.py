@@ -287,9 +287,11 @@ ODD = st.sampled_from(
 )  # fmt: skip
 FLOATS = st.floats(allow_nan=False)
 LEAVES = st.none() | st.booleans() | st.integers() | FLOATS | TEXT | ODD
+# Keys such as _args_ are a target's own.
+KEYS = (TEXT | ODD).filter(lambda key: not (key.startswith("_") and key.endswith("_")))
 VALUES = st.recursive(
     LEAVES,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT | ODD, inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=8,
 )
 KEYWORDS = st.dictionaries(

@@ -1,6 +1,7 @@
 """What a crash costs: the survivors save the last finished step, whatever the checkpoint interval."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,13 @@ from hypothesis import strategies as st
 
 import raytrainer
 from raytrainer.audit import audit_run
-from raytrainer.checkpoint import CheckpointWriter, Snapshot
+from raytrainer.checkpoint import CheckpointWriter, Snapshot, save
 from raytrainer.cluster.survivor import choose_survivor
 from raytrainer.errors import ConfigError
 from raytrainer.manifest import list_checkpoints
 from raytrainer.rundir import RunDirectory
-from raytrainer.snapshots import MAX_SHARE, SnapshotPace, snapshot_folder
+from raytrainer.snapshots import MAX_SHARE, SnapshotPace, recover, snapshot_folder
+from raytrainer.storage import open_storage
 from tests.training import config, killed_once
 
 HARD = [
@@ -93,10 +95,10 @@ SNAPSHOT = "checkpoint={every: {steps: 1000}, snapshot: {steps: 2}}"
 def test_where_no_rank_survives_the_last_snapshot_does(tmp_path):
     wanted = [*HARD[:4], "logging.ledger=true", SNAPSHOT]
     undisturbed = run(tmp_path, 1, "whole", *wanted)
-    result = run(tmp_path, 1, "killed", *wanted, **killed_once(tmp_path, 9, 0))
+    result = run(tmp_path, 1, "killed", *wanted, **killed_once(tmp_path, 9, 0, with_snapshots=True))
     assert (result.status, result.restarts, result.steps) == ("finished", 1, 15)
-    assert result.lost_steps <= 4
-    assert events(result.run_dir, "resumed")[0]["step"] >= 6
+    assert result.lost_steps == 0
+    assert events(result.run_dir, "resumed")[0]["step"] == 8
     assert events(result.run_dir, "snapshots")
     assert (result.weights_sha256, result.state_sha256) == (
         undisturbed.weights_sha256,
@@ -105,6 +107,28 @@ def test_where_no_rank_survives_the_last_snapshot_does(tmp_path):
     found = audit_run(result.run_dir)
     assert found.exact, str(found)
     assert not Path(snapshot_folder(result.run_dir)).exists()
+
+
+def test_a_deleted_runs_snapshot_is_not_taken_for_the_next_ones(tmp_path):
+    """The folder in memory outlives `rm -rf` of the run directory, whose name it goes by."""
+    run_dir = tmp_path / "run"
+    folder = snapshot_folder(str(run_dir))
+    try:
+        with RunDirectory.open(config(tmp_path)) as before:
+            Path(folder).mkdir()
+            old_id = before.run_id
+            (Path(folder) / "run_id").write_text(old_id)
+            save(before, Snapshot(9, 1, {}, {}), open_storage(folder))
+            assert recover(folder, before) == 9
+        shutil.rmtree(run_dir)
+        with RunDirectory.open(config(tmp_path)) as after:
+            assert after.run_id != old_id
+            assert recover(folder, after) is None
+            assert list_checkpoints(after.storage) == []
+        assert run(tmp_path, 1, "run").lost_steps == 0
+        assert not Path(folder).exists()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @given(st.lists(st.floats(0.001, 10), min_size=1, max_size=20))

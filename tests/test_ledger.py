@@ -179,6 +179,20 @@ def test_a_new_run_from_a_checkpoint_ends_like_the_old_one(tmp_path):
     assert [epoch.number for epoch in found.epochs] == [2]
 
 
+def test_a_line_that_a_full_disk_has_torn_is_no_traceback(tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    train(config(tmp_path, LEDGER))
+    (file, *_) = sorted(run_dir.glob("ledger/*"))
+    whole = file.read_text()
+    file.write_text(whole[: whole.rindex("\n", 0, -1) + 9])
+    assert main(["audit", str(run_dir)]) == 1
+    told = capsys.readouterr().out
+    assert f"{file}:{len(whole.splitlines())} is damaged" in told
+    assert "NOT EXACT" in told
+    with pytest.raises(CheckpointError, match="is damaged: no line of a ledger"):
+        lines_of(run_dir)
+
+
 def test_a_checkpoint_of_something_else_is_refused_with_the_difference(tmp_path):
     old = train(config(tmp_path)).run_dir
     with pytest.raises(ResumeError, match=r"seed: 0 -> 3(.|\n)*init_from"):

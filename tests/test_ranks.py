@@ -40,6 +40,20 @@ def test_any_number_of_ranks_comes_to_the_same_model(tmp_path):
             assert ends[size].metrics[name] == pytest.approx(value, rel=1e-4)
 
 
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_ranks_without_samples_in_the_second_step_are_not_waited_for(tmp_path, num_workers):
+    """DDP lays its buckets anew in its second forward pass, with a broadcast of its own."""
+    data = {
+        **config(tmp_path).model_dump()["data"],
+        "train": {"_target_": "tests.training.Blobs", "size": 19},
+    }
+    alone = run(tmp_path, 1, data=data)
+    result = run(tmp_path, num_workers, data=data)
+    assert (result.status, result.steps, result.samples_seen) == ("finished", 6, 57)
+    for name, value in weights(alone).items():
+        torch.testing.assert_close(weights(result)[name], value, rtol=1e-4, atol=1e-5)
+
+
 def test_a_rank_killed_in_mid_epoch_changes_nothing(tmp_path):
     """Three ranks, since with two the order of a sum could not matter; killed between two checkpoints."""
     common = ["checkpoint.every={steps: 5}", "data.loader.num_workers=1"]

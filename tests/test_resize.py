@@ -116,13 +116,14 @@ def test_growing_and_shrinking_lose_no_step_and_no_sample(tmp_path, opened):
 def test_a_lost_slot_is_left_without_trying_the_old_size(tmp_path):
     slots = Slots(3)
     kill, gate = KillAt(7, 1), tmp_path / "gate_8"
-    os.mkfifo(gate)  # the ranks wait for the kill, which comes some time after the record
+    os.mkfifo(gate)
 
     def lose(record):
         if record.get("step") == 7 and "loss" in record:
-            slots.set(2)
-            kill(record)
-            gate.write_text("open")
+            with open(gate, "w") as opening:  # once rank 0 is there, which needs rank 1 until then
+                slots.set(2)
+                kill(record)
+                opening.write("open")
 
     result = elastic(tmp_path, "lost", slots, lose)
     assert (result.status, result.world_sizes) == ("finished", [3, 2])

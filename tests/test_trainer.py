@@ -1,5 +1,6 @@
 """The loop in one process: what a step computes, when things are due, and that a resume is exact."""
 
+import errno
 import json
 import os
 import threading
@@ -418,6 +419,38 @@ def test_a_run_directory_that_is_away_for_a_while_loses_nothing(tmp_path, monkey
     saved = [event["step"] for event in RunDirectory(str(run_dir), "").events() if "checkpoint" in event]
     assert saved == [2, 4, 6, 8, 10, 12, 14, 15]
     assert [info.step for info in list_checkpoints(open_storage(str(run_dir)))] == saved
+
+
+def test_a_run_directory_that_is_away_at_a_new_start_is_waited_for(tmp_path, monkeypatch):
+    """It looks like one without checkpoints, and the run must not begin anew."""
+    monkeypatch.setattr("raytrainer.storage.RETRY_WAITS_S", (0.05,) * 100)
+    whole = train(config(tmp_path / "whole"))
+    train(config(tmp_path, "checkpoint.every={steps: 2}"), stop_at=7)
+    run_dir, away = tmp_path / "run", tmp_path / "away"
+    with RunDirectory.open(config(tmp_path)) as opened:
+        os.rename(run_dir, away)
+        coming_back = threading.Timer(0.3, lambda: os.rename(away, run_dir))
+        coming_back.start()
+        with pytest.warns(UserWarning, match="trying again in"):
+            result = Trainer(config(tmp_path), run_dir=opened).train()
+    assert same(result, whole)
+    assert [event["step"] for event in opened.events() if event["event"] == "resumed"] == [7]
+
+
+def test_what_cannot_be_looked_for_is_not_taken_for_absent(tmp_path, monkeypatch):
+    def stale(*_):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    storage = open_storage(str(tmp_path))
+    for name in ("stat", "listdir"):
+        monkeypatch.setattr(os, name, stale)
+    with pytest.raises(StorageError, match="Stale file handle"):
+        storage.exists("checkpoints")
+    with pytest.raises(StorageError, match="Stale file handle"):
+        storage.list("checkpoints")
+    monkeypatch.undo()
+    assert not storage.exists("checkpoints/x")
+    assert storage.list("checkpoints") == []
 
 
 def test_two_runs_of_one_name_are_refused(tmp_path):

@@ -66,14 +66,22 @@ class WeightedTask(Task):
 class KilledOnce(Task):
     """The process of `rank` dies by SIGKILL in its step `step`, unless the file `told` is there already.
 
-    others_hang: the others then come to no end with that step, as with NCCL.
+    others_hang: the others then come to no end with that step, as with NCCL. with_snapshots: each step waits
+    until the snapshot before it is written.
     """
 
-    def __init__(self, step: int, rank: int, told: str, others_hang: bool = False):
+    def __init__(
+        self, step: int, rank: int, told: str, others_hang: bool = False, with_snapshots: bool = False
+    ):
         self._at, self._rank, self._told = step, rank, Path(told)
         self._others_hang = others_hang and not self._told.exists()
+        self._with_snapshots = with_snapshots
 
     def training_step(self, batch: Any) -> Any:
+        if self._with_snapshots:
+            for thread in threading.enumerate():
+                if thread.name == "snapshot-writer":
+                    thread.join()
         if self.step == self._at - 1:
             if int(os.environ["RANK"]) == self._rank and not self._told.exists():
                 self._told.touch()

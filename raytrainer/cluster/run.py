@@ -201,7 +201,7 @@ class _Run:
         recover(snapshot_folder(self._run_dir.root), self._run_dir)
 
     def _committed_step(self) -> int | None:
-        infos = list_checkpoints(self._run_dir.storage)
+        infos = self._run_dir.while_there(lambda: list_checkpoints(self._run_dir.storage))
         return infos[-1].step if infos else None
 
     def _on_record(self, record: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from raytrainer.config.instantiate import callable_from, check_target, instantia
 from raytrainer.config.loading import load_config
 from raytrainer.config.locate import add_importable, importable, locate
 from raytrainer.config.origin import difference
+from raytrainer.config.placing import names_places
 from raytrainer.config.reference import json_schema, reference_markdown
 from raytrainer.config.schema import Config
 from raytrainer.config.section import Target
@@ -23,6 +24,7 @@ __all__ = [
     "json_schema",
     "load_config",
     "locate",
+    "names_places",
     "reference_markdown",
     "takes",
 ]

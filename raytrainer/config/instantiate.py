@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from raytrainer.config.locate import locate, place, raised
+from raytrainer.config.locate import locate, raised
 from raytrainer.config.section import TARGET_KEYS, EnvText
 from raytrainer.config.suggest import nearest
 from raytrainer.errors import RaytrainerError, TargetError
@@ -63,13 +63,13 @@ def callable_from(value: Any, at: str = "") -> Any:
         return _callable(str(value), at)
     function = instantiate(value, at=at) if isinstance(value, dict) else value
     if function is not None and not callable(function):
-        raise TargetError(f"{place(at)}cannot be called: its type is {type(function).__name__}")
+        raise TargetError(f"cannot be called: its type is {type(function).__name__}", at)
     return function
 
 
-def takes(target: Any, keyword: str) -> bool:
+def takes(target: Any, keyword: str, at: str = "") -> bool:
     """Whether what a target (or an object from Python) stands for takes a keyword argument of this name."""
-    function = locate(target["_target_"]) if isinstance(target, dict) else target
+    function = locate(target["_target_"], at) if isinstance(target, dict) else target
     try:
         parameters = inspect.signature(function).parameters
     except (ValueError, TypeError):
@@ -87,7 +87,7 @@ def _parts(target: dict[str, Any], at: str) -> tuple[Callable, list[Any], dict[s
 def _callable(name: str, at: str) -> Callable:
     function = locate(name, at)
     if not callable(function):
-        raise TargetError(f"{place(at)}{name} cannot be called: its type is {type(function).__name__}")
+        raise TargetError(f"{name} cannot be called: its type is {type(function).__name__}", at)
     return function
 
 
@@ -113,7 +113,7 @@ def _call(function: Callable, args: tuple, kwargs: dict, at: str, name: str) -> 
     except RaytrainerError:
         raise
     except Exception as error:  # the user's code may raise anything: it is told, with its cause
-        raise TargetError(raised("calling it", error, at, name)) from error
+        raise TargetError(raised("calling it", error, name), at) from error
 
 
 def _bind(function: Callable, args: tuple, kwargs: dict, at: str, name: str, partial: bool = False) -> None:
@@ -125,10 +125,14 @@ def _bind(function: Callable, args: tuple, kwargs: dict, at: str, name: str, par
     try:
         (signature.bind_partial if partial else signature.bind)(*args, **kwargs)
     except TypeError as error:
-        raise TargetError(_misfit(signature, args, kwargs, at, name, str(error))) from None
+        message, key = _misfit(signature, args, kwargs, name, str(error))
+        raise TargetError(message, _join(at, key)) from None
 
 
-def _misfit(signature: inspect.Signature, args: tuple, kwargs: dict, at: str, name: str, message: str) -> str:
+def _misfit(
+    signature: inspect.Signature, args: tuple, kwargs: dict, name: str, message: str
+) -> tuple[str, str]:
+    """(what does not fit, the key that it is about or "")."""
     parameters = signature.parameters.values()
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     is_open = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -137,14 +141,14 @@ def _misfit(signature: inspect.Signature, args: tuple, kwargs: dict, at: str, na
     if unknown:
         near = nearest(unknown[0], taken)
         fix = f"did you mean {near}?" if near else f"it takes: {', '.join(taken) or 'no keywords'}"
-        return f"{place(at, unknown[0])}{name} takes no keyword {unknown[0]}\n  {fix}"
+        return f"{name} takes no keyword {unknown[0]}\n  {fix}", unknown[0]
     missing = [
         p.name for p in parameters if p.default is p.empty and p.name in taken and p.name not in kwargs
     ]
     if missing:
         fix = f"write {missing[0]}: ..., or _partial_: true to pass the function itself"
-        return f"{place(at)}{name} needs {', '.join(missing)}\n  {fix}"
-    return f"{place(at)}{name} cannot be called with these arguments: {message}"
+        return f"{name} needs {', '.join(missing)}\n  {fix}", ""
+    return f"{name} cannot be called with these arguments: {message}", ""
 
 
 def _name(function: Any) -> str:

@@ -13,8 +13,9 @@ from pydantic import ValidationError
 from raytrainer.config.interpolation import Resolved, resolve
 from raytrainer.config.origin import Origin
 from raytrainer.config.overrides import apply_overrides
+from raytrainer.config.placing import Places
 from raytrainer.config.positions import KeyPath, read_yaml
-from raytrainer.config.problems import Places, problems_of
+from raytrainer.config.problems import problem, problems_of
 from raytrainer.config.schema import DEFAULT_OPTIMIZER, Config
 from raytrainer.errors import ConfigError, Problem
 
@@ -29,24 +30,23 @@ def load_config(
     objects: Python objects by dotted key, standing in for targets; see `Config.from_mapping`.
     """
     mapping, lines = read_yaml(Path(path))
-    return build(mapping, overrides, objects, source_path=os.fspath(path), lines=lines)
+    return build(mapping, overrides, objects, Places(os.fspath(path), lines))
 
 
 def build(
     mapping: dict[str, Any],
     overrides: Iterable[str] = (),
     objects: dict[str, Any] | None = None,
-    source_path: str | None = None,
-    lines: dict[KeyPath, int] | None = None,
+    places: Places | None = None,
 ) -> Config:
     """The one way from a mapping to a Config: overrides, `${...}`, validation."""
     if not isinstance(mapping, dict):
         raise ConfigError(Problem("config", "", f"must be a mapping, not a {type(mapping).__name__}"))
     unresolved, texts, problems = apply_overrides(mapping, list(_texts(overrides)), DEFAULTS)
     problems += _put_objects(unresolved, objects or {})
-    places = Places(source_path, lines or {}, texts)
+    places = (places or Places()).with_overrides(texts)
     resolved = resolve(unresolved)
-    problems += [places.problem(broken, unresolved) for broken in resolved.broken]
+    problems += [problem(broken, unresolved, places) for broken in resolved.broken]
     try:
         config = Config.model_validate(resolved.values)
     except ValidationError as error:
@@ -55,7 +55,7 @@ def build(
         raise ConfigError(_sorted(problems)) from None
     if problems:
         raise ConfigError(_sorted(problems))
-    config._origin = _origin(config, unresolved, resolved, source_path)
+    config._origin = _origin(config, unresolved, resolved, places)
     return config
 
 
@@ -86,11 +86,11 @@ def _sorted(problems: list[Problem]) -> list[Problem]:
     return sorted(dict.fromkeys(problems), key=line)
 
 
-def _origin(config: Config, unresolved: dict, resolved: Resolved, source_path: str | None) -> Origin:
+def _origin(config: Config, unresolved: dict, resolved: Resolved, places: Places) -> Origin:
     dumped = config.model_dump()
     texts = {path: (raw, _at(dumped, path)) for path, raw in resolved.raw.items()}
     given = _at(unresolved, ("data", "micro_batch_size"))
-    return Origin(unresolved, texts, frozenset(resolved.env_names), source_path, given is None)
+    return Origin(unresolved, texts, frozenset(resolved.env_names), places, given is None)
 
 
 def _at(value: Any, path: KeyPath) -> Any:

@@ -25,7 +25,7 @@ def locate(dotted: str, at: str = "") -> Any:
         try:
             found = getattr(found, parts[index])
         except AttributeError:
-            raise TargetError(_not_found(found, parts[:index], parts[index], at, dotted)) from None
+            raise TargetError(_not_found(found, parts[:index], parts[index], dotted), at) from None
     return found
 
 
@@ -38,34 +38,34 @@ def _longest_module(parts: list[str], at: str, dotted: str) -> tuple[ModuleType,
         except ModuleNotFoundError as error:
             # A missing module that is no part of this name is one that the user's module imports: its fault.
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise TargetError(raised(f"importing {name}", error, at, dotted)) from error
+                raise TargetError(raised(f"importing {name}", error, dotted), at) from error
         except (
             Exception,
             SystemExit,
         ) as error:  # a module's code may raise anything: it is told, with its cause
-            raise TargetError(raised(f"importing {name}", error, at, dotted)) from error
-    raise TargetError(_no_module(parts[0], at, dotted))
+            raise TargetError(raised(f"importing {name}", error, dotted), at) from error
+    raise TargetError(_no_module(parts[0], dotted), at)
 
 
-def _no_module(name: str, at: str, dotted: str) -> str:
+def _no_module(name: str, dotted: str) -> str:
     near = nearest(name, {module.name for module in pkgutil.iter_modules()} | set(sys.stdlib_module_names))
     folders = ", ".join(path or os.getcwd() for path in sys.path[:2])
     fix = f"did you mean {near}?" if near else f"your own modules are looked for in {folders}"
-    return f"{place(at)}_target_ {dotted}: there is no module {name}\n  {fix}"
+    return f"_target_ {dotted}: there is no module {name}\n  {fix}"
 
 
-def _not_found(owner: Any, parts: list[str], missing: str, at: str, dotted: str) -> str:
+def _not_found(owner: Any, parts: list[str], missing: str, dotted: str) -> str:
     names = set(dir(owner)) | {module.name for module in pkgutil.iter_modules(getattr(owner, "__path__", []))}
     near = nearest(missing, sorted(name for name in names if not name.startswith("_")))
     where = ".".join(parts)
     file = getattr(owner, "__file__", None)
     fix = f"did you mean {where}.{near}?" if near else f"{where} is {file}" if file else None
-    return f"{place(at)}_target_ {dotted}: {where} has no {missing}" + (f"\n  {fix}" if fix else "")
+    return f"_target_ {dotted}: {where} has no {missing}" + (f"\n  {fix}" if fix else "")
 
 
-def raised(doing: str, error: BaseException, at: str, name: str) -> str:
+def raised(doing: str, error: BaseException, name: str) -> str:
     """Type, message and the user's own frames (those outside the standard library and installed packages)."""
-    text = f"{place(at)}_target_ {name}: {doing} raised {type(error).__name__}: {error}"
+    text = f"_target_ {name}: {doing} raised {type(error).__name__}: {error}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     lines = [f"\n  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames[-5:]]
     return text + "".join(lines)
@@ -79,12 +79,6 @@ def _is_users(filename: str) -> bool:
     installed = ("site-packages", "dist-packages")
     known = filename.startswith(("<frozen", _OWN_FOLDER, _LIBRARY))
     return not known and not any(folder in filename for folder in installed)
-
-
-def place(at: str, key: str = "") -> str:
-    """How a message about a target begins: `model.in_features: `."""
-    path = ".".join(part for part in (at, key) if part)
-    return f"{path}: " if path else ""
 
 
 def importable(config: Any) -> list[str]:

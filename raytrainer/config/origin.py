@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from raytrainer.config.interpolation import escape
+from raytrainer.config.placing import Places
 from raytrainer.config.positions import KeyPath
 from raytrainer.config.section import EnvText
 
@@ -17,12 +18,12 @@ from raytrainer.config.section import EnvText
 @dataclass(frozen=True)
 class Origin:
     """mapping: the unresolved mapping with overrides applied; texts: (text in the file, value) of nodes that
-    came from the environment, by path; source_path: the YAML file."""
+    came from the environment, by path; places: where its keys stand."""
 
     mapping: dict[str, Any] | None = None
     texts: dict[KeyPath, tuple[str, Any]] = field(default_factory=dict)
     env_names: frozenset[str] = frozenset()
-    source_path: str | None = None
+    places: Places = field(default_factory=Places)
     micro_batch_size_is_default: bool = False
 
 

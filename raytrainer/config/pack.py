@@ -12,8 +12,9 @@ from pydantic import AfterValidator, Field, PlainValidator, PrivateAttr, Validat
 
 from raytrainer.config.interpolation import resolve
 from raytrainer.config.overrides import apply_overrides
+from raytrainer.config.placing import Places
 from raytrainer.config.positions import read_yaml
-from raytrainer.config.problems import Places, problems_of
+from raytrainer.config.problems import problem, problems_of
 from raytrainer.config.schema import check_name
 from raytrainer.config.section import Broken, OptionalText, RulesBroken, Section, Text
 from raytrainer.errors import ConfigError, Problem
@@ -149,7 +150,7 @@ class PackFile(Section):
         None, description="Whether less or more of it is better; null: max, but min for a loss or an error."
     )
 
-    _places: Places = PrivateAttr(default_factory=lambda: Places(None, {}, {}))
+    _places: Places = PrivateAttr(default_factory=lambda: Places())
 
     def broken_rules(self) -> Iterator[Broken]:
         if (self.config is None) == (self.command is None):
@@ -202,7 +203,7 @@ def pack_file(
     given, texts, problems = apply_overrides(mapping, list(overrides), {})
     places = Places(source_path, lines or {}, texts)
     resolved = resolve(given)
-    problems += [places.problem(broken, given) for broken in resolved.broken]
+    problems += [problem(broken, given, places) for broken in resolved.broken]
     try:
         loaded = PackFile.model_validate(resolved.values)
     except ValidationError as error:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from raytrainer.config.placing import Places
 from raytrainer.config.positions import KeyPath, dotted
 from raytrainer.config.reference import all_keys, field_at
 from raytrainer.config.section import Broken, RulesBroken, kind
@@ -19,32 +19,11 @@ from raytrainer.errors import Problem
 _ABSENT = object()
 
 
-@dataclass(frozen=True)
-class Places:
-    """source_path and lines of the file's keys; overrides: the text of each override by its path."""
-
-    source_path: str | None
-    lines: dict[KeyPath, int]
-    overrides: dict[KeyPath, str]
-
-    def of(self, path: KeyPath) -> str:
-        """`file:line` of a key, or of the nearest mapping around it; `override '...'` for a value from "
-        "there."""
-        inside = [text for key, text in self.overrides.items() if path and key[: len(path)] == path]
-        if inside and path not in self.lines:  # a mapping that only overrides have made
-            return f"override {inside[0]!r}"
-        for length in range(len(path), -1, -1):
-            if path[:length] in self.overrides:
-                return f"override {self.overrides[path[:length]]!r}"
-            if path[:length] in self.lines:
-                return f"{self.source_path}:{self.lines[path[:length]]}"
-        return self.source_path or "config"
-
-    def problem(self, broken: Broken, mapping: dict[str, Any]) -> Problem:
-        """A broken rule with its place and, as it was written, its value."""
-        value = value_at(mapping, broken.path)
-        shown = None if value is _ABSENT else _shown(value)
-        return Problem(self.of(broken.path), dotted(broken.path), broken.rule, shown, broken.fix)
+def problem(broken: Broken, mapping: dict[str, Any], places: Places) -> Problem:
+    """A broken rule with its place and, as it was written, its value."""
+    value = value_at(mapping, broken.path)
+    shown = None if value is _ABSENT else _shown(value)
+    return Problem(places.of(broken.path), dotted(broken.path), broken.rule, shown, broken.fix)
 
 
 def value_at(mapping: Any, path: KeyPath) -> Any:
@@ -94,7 +73,7 @@ def problems_of(
     for item in error.errors(include_url=False):
         for broken in _broken(item, mapping, keys):
             if broken.path not in skip:
-                problems.append(places.problem(broken, mapping))
+                problems.append(problem(broken, mapping, places))
     return problems
 
 

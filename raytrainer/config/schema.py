@@ -17,6 +17,7 @@ from raytrainer.config.logging import LoggingSection
 from raytrainer.config.monitor import broken_monitor
 from raytrainer.config.origin import Origin, flattened, meaning_of, stored_mapping, to_yaml
 from raytrainer.config.parameters import ParametersSection, broken_numbers
+from raytrainer.config.placing import Places
 from raytrainer.config.scaling import ScalingSection
 from raytrainer.config.script import ScriptSection
 from raytrainer.config.section import Broken, OptionalText, RulesBroken, Section, Target, Text, rule
@@ -159,14 +160,14 @@ class Config(Section):
         """The config of `payload()`, in this or another process; the environment is read in this one."""
         from raytrainer.config.loading import build
 
-        return build(payload["mapping"], overrides=overrides, source_path=payload["source_path"])
+        return build(payload["mapping"], overrides=overrides, places=payload["places"])
 
     def payload(self) -> dict[str, Any]:
         """What makes the same config in another process: values from the environment stay unresolved."""
         mapping = (
             self._origin.mapping if self._origin.mapping is not None else self._stored(keep_objects=True)
         )
-        return {"mapping": mapping, "source_path": self._origin.source_path}
+        return {"mapping": mapping, "places": self._origin.places}
 
     def with_overrides(self, *overrides: str) -> Config:
         """This config with some values changed: `config.with_overrides("optimizer.lr=3e-4")`."""
@@ -190,7 +191,12 @@ class Config(Section):
     @property
     def source_path(self) -> str | None:
         """The YAML file that the config was read from."""
-        return self._origin.source_path
+        return self._origin.places.source_path
+
+    @property
+    def places(self) -> Places:
+        """Where the config's keys stand, for messages."""
+        return self._origin.places
 
     @property
     def micro_batch_size_is_default(self) -> bool:
@@ -320,7 +326,7 @@ class Config(Section):
         "text."""
         copy = super().model_copy(update=update, deep=deep)
         if update:
-            copy._origin = Origin(source_path=self._origin.source_path)
+            copy._origin = Origin(places=self._origin.places)
         return copy
 
     def __eq__(self, other: object) -> bool:

@@ -44,6 +44,7 @@ for _ in range(STEPS):
 took = time.perf_counter() - begun
 if dist.get_rank() == 0:
     print(json.dumps({"started": started, "steps_per_s": STEPS / took, "loss": loss.item()}), flush=True)
+del model, step, loss
 dist.destroy_process_group()
 """
 KINDS = {
