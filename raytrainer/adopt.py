@@ -64,17 +64,18 @@ def find_source(address: str) -> Source:
     return Source(storage, f"{FOLDER}/{infos[-1].name}", infos[-1], storage)
 
 
-def start_from(address: str, config: Config, run_dir: RunDirectory) -> CheckpointInfo | None:
-    """Makes the checkpoint at `address` the beginning of `run_dir`; None where that has checkpoints already.
+def checked_source(address: str, config: Config) -> Source:
+    """The checkpoint at `address`, which a new run of `config` can begin from; nothing is written yet.
 
     Raises ResumeError, with the difference, when the checkpoint means something else than `config`,
-    UsageError when there is no checkpoint at `address`, CheckpointError when it is damaged.
+    UsageError when there is no checkpoint at `address` or it is this run's own.
     """
     source = find_source(address)
-    if source.run is not None and source.run.root.rstrip("/") == run_dir.root.rstrip("/"):
+    own = open_storage(open_storage(config.storage_path).path(config.name)).root.rstrip("/")
+    if source.run is not None and source.run.root.rstrip("/") == own:
         raise UsageError(
             f"--resume-from {address}\n"
-            f"  this run's own directory is {run_dir.root}: it resumes from its newest checkpoint by itself\n"
+            f"  this run's own directory is {own}: it resumes from its newest checkpoint by itself\n"
             "  leave --resume-from out; to begin anew from an older one, give this run another name: name=..."
         )
     before = source.info.meaning
@@ -85,6 +86,14 @@ def start_from(address: str, config: Config, run_dir: RunDirectory) -> Checkpoin
         {**now, **known_to_ranks(before)},
         "a new run can start from it only with the same values; for its weights alone, write init_from",
     )
+    return source
+
+
+def start_from(source: Source, run_dir: RunDirectory) -> CheckpointInfo | None:
+    """Makes the checkpoint the beginning of `run_dir`; None where that has checkpoints already.
+
+    Raises CheckpointError when it is damaged.
+    """
     if list_checkpoints(run_dir.storage):
         return None
     adopt(source, run_dir)

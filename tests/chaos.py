@@ -2,8 +2,9 @@
 
 Resizes, and SIGKILLs of a worker, of rank 0, of all workers and of the driver, each at a step of its own, on
 this machine's processes; with --ray on a local Ray cluster of several nodes, where nodes also join, are
-drained and are killed. Afterwards it prints the lost steps and the down time of each event, the ledger's
-verdict, and whether the weights are those of an undisturbed run.
+drained and are killed. Afterwards it prints the lost steps and the down time of each event, that time in
+units of the session's first start of a worker group, the ledger's verdict, and whether the weights are those
+of an undisturbed run. Exits with 1 where something is not as it should be.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -194,7 +196,14 @@ def drive(folder: Path) -> None:
     # A restart of seconds never pays for a training of seconds.
     sizes.decide = lambda now: elastic.decide(replace(now, restart_s=0.0))
     elastic_size = f"{{min: 1, max: {MAX_WORKERS}}}"
+    note_begin(folder)
     run_config(build(folder, "disturbed", elastic_size), local=True, observer=disturb, sizes=slots)
+
+
+def note_begin(folder: Path) -> None:
+    """Keeps when the first driver asked for its ranks: ways back are compared with that start."""
+    if not (folder / "began").exists():
+        (folder / "began").write_text(str(time.time()))
 
 
 # The command ------------------------------------------------------------------------------------------------
@@ -232,12 +241,15 @@ def judge(folder: Path, seed: int, first: int, events: list[Event], alone) -> tu
     told = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     done = [json.loads(line) for line in (folder / "done.jsonl").read_text().splitlines()]
     resumed = [record for record in told if record["event"] == "resumed"]
+    started = next(record for record in told if record["event"] == "started")
+    fresh_s = started["time_s"] - float((folder / "began").read_text())
     rows, fine = [], len(resumed) == len(events) == len(done) and audit.exact
     for event, at, after in zip(events, done, resumed, strict=False):
         lost, allowed = after["lost_steps"], ALLOWED.get(event.kind, SNAPSHOT_STEPS + 2)
         fine = fine and lost <= allowed
         down_s = after["time_s"] - at["time_s"]
-        rows.append([str(at["step"]), str(event), str(after["world_size"]), str(lost), f"{down_s:.1f}"])
+        down = [f"{down_s:.1f}", f"{down_s / fresh_s:.2f}"]
+        rows.append([str(at["step"]), str(event), str(after["world_size"]), str(lost), *down])
     same = (result.weights_sha256, result.state_sha256) == (alone.weights_sha256, alone.state_sha256)
     must_be_same = len({first, *(event.size for event in events)}) == 1 or _is_bitwise(folder)
     loss, other = result.metrics["train/loss"], alone.metrics["train/loss"]
@@ -245,8 +257,8 @@ def judge(folder: Path, seed: int, first: int, events: list[Event], alone) -> tu
     fine = fine and (same if must_be_same else close) and result.steps == STEPS
     remark = f" (the size changed, and not bitwise; loss {loss:.4f}, there {other:.4f})"
     lines = [
-        f"seed {seed}: from {first} workers, {STEPS} steps",
-        as_table(["STEP", "EVENT", "WORKERS", "LOST STEPS", "DOWN S"], rows),
+        f"seed {seed}: from {first} workers, {STEPS} steps; the first start took {fresh_s:.1f} s",
+        as_table(["STEP", "EVENT", "WORKERS", "LOST STEPS", "DOWN S", "OF A START"], rows),
         f"ledger: {'exact' if audit.exact else audit}",
         f"weights and state equal to the undisturbed run's: {'yes' if same else 'no'}"
         + ("" if must_be_same else remark),

@@ -96,6 +96,7 @@ def drive(folder: Path, address: str) -> None:
     sizes.decide = lambda now: decide(chaos.replace(now, restart_s=0.0))
     size = f"{{min: 1, max: {chaos.MAX_WORKERS}}}"
     more = [f"ray.address='{address}'", "scaling.grow_within_s=3"]
+    chaos.note_begin(folder)
     run_config(chaos.build(folder, "disturbed", size, *more), observer=disturb)
 
 

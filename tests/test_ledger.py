@@ -197,11 +197,11 @@ def test_a_checkpoint_of_something_else_is_refused_with_the_difference(tmp_path)
     old = train(config(tmp_path)).run_dir
     with pytest.raises(ResumeError, match=r"seed: 0 -> 3(.|\n)*init_from"):
         run(tmp_path, 1, "name=new", "seed=3", resume_from=old)
-    assert not (tmp_path / "new/checkpoints").exists()
     with pytest.raises(UsageError, match="leave --resume-from out"):
         run(tmp_path, 1, resume_from=f"{old}/checkpoints/step_00000005")
     with pytest.raises(UsageError, match="no committed checkpoint"):
         run(tmp_path, 1, "name=new", resume_from=str(tmp_path / "nowhere"))
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_damaged_checkpoint_is_no_beginning(tmp_path):

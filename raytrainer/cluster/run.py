@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from raytrainer.adopt import start_from
+from raytrainer.adopt import Source, checked_source, start_from
 from raytrainer.cluster.outcome import Outcome, to_error
 from raytrainer.cluster.signals import EXIT_CODES, StopSignal, stop_on_signals
 from raytrainer.config import importable
@@ -65,11 +65,12 @@ def run(
                 "  leave --resume-from out, and give the script an argument for it (script.args)"
             )
         return launch(config, local=local, fresh=fresh, verbose=verbose, observer=observer)
+    source = None if resume_from is None else checked_source(resume_from, config)
     with RunDirectory.open(config, fresh=fresh) as run_dir:
         console = Console(enabled="console" in config.logging.sinks)
         try:
-            if resume_from is not None:
-                console.say(_begin_from(resume_from, config, run_dir))
+            if source is not None:
+                console.say(_begin_from(source, run_dir))
             config = continued(config, run_dir)
             done = finished_result(config, run_dir)
             if done is not None:
@@ -246,11 +247,11 @@ def _recover_or_forget(run_dir: RunDirectory, fresh: bool) -> int | None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _begin_from(address: str, config: Config, run_dir: RunDirectory) -> str:
-    info = start_from(address, config, run_dir)
+def _begin_from(source: Source, run_dir: RunDirectory) -> str:
+    info = start_from(source, run_dir)
     if info is None:
-        return f"{run_dir.root} has checkpoints of its own and goes on from them, not from {address}"
-    return f"a new run from {address}: step {info.step} (epoch {info.epoch})"
+        return f"{run_dir.root} has checkpoints of its own and goes on from them, not from {source.address}"
+    return f"a new run from {source.address}: step {info.step} (epoch {info.epoch})"
 
 
 def _last_words(result: Result, committed_step: int | None, in_order: bool) -> str:
