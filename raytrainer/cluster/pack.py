@@ -29,6 +29,7 @@ from raytrainer.pack.machines import (
     share_on,
 )
 from raytrainer.pack.plan import Node, Placement, plan
+from raytrainer.pack.search import Search
 from raytrainer.pack.share import Share, loader_workers, shm_notice, trial_environment
 from raytrainer.pack.status import TrialStatus
 from raytrainer.pack.table import Screen, counts, plan_table, row
@@ -65,21 +66,6 @@ class Backend(Protocol):
         ...
 
 
-class Source:
-    """Which trials there are, and which go on: a fixed list, none stopped early. A search overrides this."""
-
-    def more(self, num_free: int) -> list[Trial]:
-        """Further trials, asked for when num_free slots are free and nothing waits."""
-        return []
-
-    def goes_on(self, status: TrialStatus, record: dict[str, Any]) -> bool:
-        """Whether the trial is to go on, after one record of its metrics."""
-        return True
-
-    def ended(self, status: TrialStatus) -> None:
-        """A trial has ended for good."""
-
-
 def pack(
     trials: Sequence[Trial],
     settings: PackSettings,
@@ -87,7 +73,6 @@ def pack(
     *,
     backend: Callable[[], Backend],
     resume: bool = False,
-    source: Source | None = None,
     screen: Screen | None = None,
 ) -> int:
     """Runs the trials and returns the exit code: the worst trial's, or that of the signal that stopped it.
@@ -113,7 +98,7 @@ def pack(
         with stop_on_signals(stop):
             running = backend()
             try:
-                run = _Pack(trials, statuses, settings, directory, running, screen, stop, source or Source())
+                run = _Pack(trials, statuses, settings, directory, running, screen, stop)
                 return run.run()
             finally:
                 running.close()
@@ -168,17 +153,19 @@ class _Pack:
         backend: Backend,
         screen: Screen,
         stop: StopSignal,
-        source: Source,
     ):
         self._trials = {trial.index: trial for trial in trials}
         self._status = {status.trial: status for status in statuses}
         self._settings, self._directory, self._backend = settings, directory, backend
         self._storage = open_storage(directory)
-        self._screen, self._stop, self._source = screen, stop, source
+        self._screen, self._stop = screen, stop
+        self._search = Search.of_settings(settings.search, settings.metric, settings.metric_mode)
+        self._search.resume(statuses)
         self._queue = [status.trial for status in statuses if status.state == "waiting"]
         self._running: dict[int, Placement] = {}
         # Trials that are next given a card for themselves.
         self._alone: set[int] = set()
+        self._ended_early: set[int] = set()
         self._retries: dict[int, int] = {}
         self._time_s: dict[int, float] = {}
         self._written_s: dict[int, float] = {}
@@ -222,8 +209,6 @@ class _Pack:
 
     def _start_what_fits(self) -> None:
         self._look_at_nodes()
-        if not self._queue:
-            self._ask_for_more()
         requests = [
             request_of(self._trials[index], self._settings, index in self._alone) for index in self._queue
         ]
@@ -233,20 +218,6 @@ class _Pack:
                 continue
             self._last_start_s[placement.key] = now_s
             self._start(placement)
-
-    def _ask_for_more(self) -> None:
-        num_free = sum(node.num_slots for node in self._nodes) - len(self._running)
-        for trial in self._source.more(num_free) if num_free > 0 else ():
-            self._trials[trial.index] = trial
-            self._status[trial.index] = TrialStatus(trial.index, values=trial.values)
-            self._storage.make_folder(trial.name)
-            if trial.config_yaml is not None:
-                text = trial.config_yaml.replace("{trial_dir}", self._storage.path(trial.name))
-                self._storage.write(f"{trial.name}/config.yaml", text.encode())
-            self._queue.append(trial.index)
-            files.write_pack(
-                self._storage, list(self._trials.values()), self._settings.to_mapping(), os.getcwd()
-            )
 
     def _start(self, placement: Placement) -> None:
         trial = self._trials[placement.trial]
@@ -300,14 +271,19 @@ class _Pack:
         status = self._status[index]
         for record in news.get("records", ()):
             status = status.observed(record, self._settings.metric)
-            if not self._source.goes_on(status, record) and "end" not in news:
-                place = self._running[index]
-                self._backend.end(place.node, index, "pruned", signal.SIGTERM, STOP_GRACE_S)
+            why = self._search.why_end(index, record)
+            if why is not None and "end" not in news and index not in self._ended_early:
+                self._end_early(index, why)
         self._status[index] = replace(status, memory_gib=news.get("rss_gib", status.memory_gib))
         if "end" in news:
             self._ended(index, news["end"])
         elif news.get("records") and time.monotonic() - self._written_s.get(index, 0.0) > STATUS_S:
             self._keep(self._status[index])
+
+    def _end_early(self, index: int, why: str) -> None:
+        self._ended_early.add(index)
+        self._screen.say(f"trial_{index:03d} is ended early, {why}")
+        self._backend.end(self._running[index].node, index, "pruned", signal.SIGTERM, STOP_GRACE_S)
 
     def _ended(self, index: int, end: TrialEnd) -> None:
         placement = self._running.pop(index)
@@ -323,8 +299,6 @@ class _Pack:
             if cause.kind in OUT_OF_MEMORY:
                 self._alone.add(index)
             self._queue.insert(0, index)
-        else:
-            self._source.ended(status)
         self._screen.say(
             _describe_end(status, self._settings.metric, again, placement.alone, index in self._alone)
         )

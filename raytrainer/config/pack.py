@@ -16,6 +16,7 @@ from raytrainer.config.placing import Places
 from raytrainer.config.positions import read_yaml
 from raytrainer.config.problems import problem, problems_of
 from raytrainer.config.schema import check_name
+from raytrainer.config.search import SearchSection
 from raytrainer.config.section import Broken, OptionalText, RulesBroken, Section, Text
 from raytrainer.errors import ConfigError, Problem
 
@@ -149,6 +150,7 @@ class PackFile(Section):
     metric_mode: Literal["min", "max"] | None = Field(
         None, description="Whether less or more of it is better; null: max, but min for a loss or an error."
     )
+    search: SearchSection | None = Field(None, description="Ends trials early; null: all run to their end.")
 
     _places: Places = PrivateAttr(default_factory=lambda: Places())
 
@@ -163,7 +165,7 @@ class PackFile(Section):
             yield Broken(("trials",), "is an empty list: no trial at all", "give it at least one trial")
         if self.trials is None and not self.grid and not self.samples:
             yield Broken((), "has no trials", "write grid: {optimizer.lr: [1e-3, 3e-4]}")
-        if self.samples and self.num_samples is None:
+        if self.samples and self.num_draws is None:
             yield Broken(("samples",), "needs num_samples", "write num_samples: 20")
         if self.num_samples is not None and not self.samples:
             yield Broken(("num_samples",), "says how often samples are drawn, and there are none", None)
@@ -175,6 +177,38 @@ class PackFile(Section):
             yield Broken(("gpu_share",), rule, "write one of per_gpu and gpu_share")
         if self.process_args and self.config is not None:
             yield Broken(("process_args",), "is for a command", "leave it out")
+        yield from self._broken_search()
+
+    def _broken_search(self) -> Iterator[Broken]:
+        search = self.search
+        if search is None:
+            return
+        pairs = {"metric": "metric", "mode": "metric_mode", "num_samples": "num_samples"}
+        for name, outer in pairs.items():
+            inner = getattr(search, name)
+            if inner is not None and getattr(self, outer) not in (None, inner):
+                yield Broken(("search", name), f"differs from {outer} of the file", "keep one of them")
+        if search.num_samples is not None and self.num_samples is None and not self.samples:
+            yield Broken(
+                ("search", "num_samples"), "says how often samples are drawn, and there are none", None
+            )
+        if search.scheduler != "none" and self.judged_by is None:
+            rule = "trials are ended early by a metric, and none is named"
+            yield Broken(("search",), rule, "write search: {metric: eval/accuracy}")
+
+    @property
+    def judged_by(self) -> str | None:
+        """The metric of the search, and of the results."""
+        return (self.search and self.search.metric) or self.metric
+
+    @property
+    def judged_mode(self) -> str | None:
+        return (self.search and self.search.mode) or self.metric_mode
+
+    @property
+    def num_draws(self) -> int | None:
+        """How many trials draw from `samples`."""
+        return (self.search and self.search.num_samples) or self.num_samples
 
     def problem(self, path: tuple[str | int, ...], rule: str, fix: str | None, value: Any = None) -> Problem:
         """A mistake at a place of this file, with its line. value: shown when it is text or a number."""

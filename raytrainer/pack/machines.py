@@ -28,7 +28,8 @@ class MachineFacts:
 @dataclass(frozen=True)
 class PackSettings:
     """How trials are packed; see the keys of `PackFile`. all_at_once: without `per_gpu`, as many slots as
-    there are trials. python_path: folders that the trials import from, besides their own."""
+    there are trials. search: as in the file, None without one. python_path: folders that the
+    trials import from, besides their own."""
 
     per_gpu: int | str | None = None
     all_at_once: bool = False
@@ -44,6 +45,7 @@ class PackSettings:
     log_mib: float = 16.0
     metric: str | None = None
     metric_mode: str | None = None
+    search: Mapping[str, Any] | None = None
     env: dict[str, str] = field(default_factory=dict)
     python_path: tuple[str, ...] = ()
 
@@ -51,11 +53,14 @@ class PackSettings:
     def of_file(cls, file: PackFile) -> PackSettings:
         """What the file says; a share of a card is as many slots as fit."""
         names = ("strategy", "gpus", "avoid_gpu_nodes", "memory_gib", "threads", "shm_gib", "timeout_s")
-        more = ("retries", "stagger_s", "log_mib", "metric", "metric_mode", "env")
+        more = ("retries", "stagger_s", "log_mib", "env")
         per_gpu = file.per_gpu
         if per_gpu is None and file.gpu_share is not None:
             per_gpu = max(1, math.floor(1 / file.gpu_share + 1e-9))
-        return cls(per_gpu=per_gpu, **{name: getattr(file, name) for name in (*names, *more)})
+        judged = {"metric": file.judged_by, "metric_mode": file.judged_mode}
+        search = None if file.search is None else file.search.model_dump()
+        kept = {name: getattr(file, name) for name in (*names, *more)}
+        return cls(per_gpu=per_gpu, **judged, search=search, **kept)
 
     def to_mapping(self) -> dict[str, Any]:
         """As it is kept for --resume: the values of `env` are not, since they may be secrets."""

@@ -64,7 +64,7 @@ class TrialStatus:
         """With one record of metrics taken in; each keeps the step that it came with."""
         step = record.get("step")
         step = int(step) if isinstance(step, int | float) and math.isfinite(step) else None
-        numbers = {key: float(value) for key, value in record.items() if _is_metric(key, value)}
+        numbers = {key: float(value) for key, value in record.items() if is_metric(key, value)}
         curve = self.curve
         if metric in numbers:
             curve = _thinned((*curve, (float(len(curve) if step is None else step), numbers[metric])))
@@ -118,7 +118,8 @@ def _thinned(curve: tuple) -> tuple:
     return curve if len(curve) < MAX_POINTS else (*curve[:-1:2], curve[-1])
 
 
-def _is_metric(key: str, value: Any) -> bool:
+def is_metric(key: str, value: Any) -> bool:
+    """Whether a record's entry is a number that was measured."""
     return key not in _PLACE and isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -107,7 +107,7 @@ def draw(item: dict[str, Any], seed: int, key: str, number: int) -> Any:
 def count_trials(file: PackFile) -> int:
     if file.trials is not None:
         return len(file.trials)
-    return math.prod(num_values(item) for item in file.grid.values()) * (file.num_samples or 1)
+    return math.prod(num_values(item) for item in file.grid.values()) * (file.num_draws or 1)
 
 
 def expand(file: PackFile) -> list[dict[str, Any]]:
@@ -130,7 +130,7 @@ def expand(file: PackFile) -> list[dict[str, Any]]:
     ]
     return [
         {**values, **{key: draw(item, file.seed, key, number) for key, item in file.samples.items()}}
-        for number, values in enumerate(each for _ in range(file.num_samples or 1) for each in grid)
+        for number, values in enumerate(each for _ in range(file.num_draws or 1) for each in grid)
     ]
 
 

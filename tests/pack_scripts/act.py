@@ -15,6 +15,9 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--kind", default="ok")
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--mib", type=int, default=0)
+parser.add_argument("--score", type=float, default=1.0)
+parser.add_argument("--reports", type=int, default=4)
+parser.add_argument("--wait", action="store_true")
 parser.add_argument("--process_index", type=int, default=0)
 parser.add_argument("--process_num", type=int, default=1)
 args = parser.parse_args()
@@ -98,3 +101,13 @@ elif args.kind == "stubborn":
     note(os.getpid())
     while True:
         time.sleep(0.1)
+elif args.kind == "improve":
+    # Reports --reports values, then waits to be told to stop, or ends.
+    for number in range(1, args.reports + 1):
+        print(json.dumps({"step": number, "score": args.score * number}), flush=True)
+    if args.wait:
+        note(os.getpid())
+        wait_for_go()
+elif args.kind == "diverge":
+    print('{"step": 1, "score": NaN}', flush=True)
+    signal.pause()
