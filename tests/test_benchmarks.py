@@ -88,14 +88,19 @@ class TestTurns:
 
 def test_throughput_compares_loops_that_do_the_same_work(tmp_path):
     out = tmp_path / "out.json"
-    throughput.main(["--contenders", "raytrainer", "hand_written", *TINY, "--json", str(out)])
+    throughput.main(["--contenders", "raytrainer", "elastic", "hand_written", *TINY, "--json", str(out)])
     speed, ratios = tables_of(out).values()
     assert [row["contender"] for row in speed] == [
         "raytrainer run --local",
+        "the same, num_workers: {min, max}",
         "hand-written DDP, torchrun",
     ]
     assert all(row["samples/s"] > 0 and row["CPU ms a step, all ranks"] > 0 for row in speed)
-    assert [row["weights"] for row in ratios] == ["equal to the bit"]
+    assert [(row["ours"], row["against"], row["weights"]) for row in ratios] == [
+        ("raytrainer run --local", "hand-written DDP, torchrun", "equal to the bit"),
+        ("the same, num_workers: {min, max}", "raytrainer run --local", "equal to the bit"),
+        ("the same, num_workers: {min, max}", "hand-written DDP, torchrun", "equal to the bit"),
+    ]
 
 
 @pytest.mark.parametrize("name", ["lightning", "accelerate"])

@@ -26,6 +26,7 @@ _CONTENDERS = "tests.benchmarks.contenders"
 TASK = f"{_CONTENDERS}.ours.TurnsTask"
 OURS = {
     "raytrainer": "raytrainer run --local",
+    "elastic": "the same, num_workers: {min, max}",
     "raytrainer_ray": "raytrainer run (Ray)",
     "trainer": "Trainer under torchrun",
 }
@@ -36,6 +37,8 @@ THEIRS = {
     "lightning": "Lightning, torchrun",
     "accelerate": "Accelerate, torchrun",
 }
+# Whoever else is compared with each of the above, besides THEIRS.
+FIXED = {"elastic": "raytrainer"}
 GOAL = 0.98
 
 
@@ -44,10 +47,11 @@ def command_of(name: str, workload: Workload, folder: Path, task: str = TASK) ->
     ranks = workload.num_ranks
     if name in OURS:
         config = folder / f"{name}.json"  # JSON is YAML
-        config.write_text(json.dumps(workload.config(name, str(folder / "runs"), task), indent=1))
+        mapping = workload.config(name, str(folder / "runs"), task, elastic=name == "elastic")
+        config.write_text(json.dumps(mapping, indent=1))
         if name == "trainer":
             return torchrun(f"{_CONTENDERS}.ours", ranks, str(config))
-        local = ["--local"] if name == "raytrainer" else []
+        local = [] if name == "raytrainer_ray" else ["--local"]
         return [sys.executable, "-m", "raytrainer", "run", *local, str(config)]
     if name == "bare_ray":
         return [sys.executable, "-m", f"{_CONTENDERS}.bare_ray"]
@@ -97,6 +101,11 @@ def warm_up_steps(block_steps: int, every_n_steps: int) -> int:
     return every_n_steps + block_steps
 
 
+def compared(names: list[str]) -> list[tuple[str, str]]:
+    """Which is compared with which."""
+    return [(a, b) for a in names if a in OURS for b in names if b in THEIRS or b == FIXED.get(a)]
+
+
 def samples_per_s(block: Block, workload: Workload) -> float:
     return block.num_steps * workload.global_batch_size / block.wall_s
 
@@ -121,13 +130,7 @@ def main(arguments: list[str] | None = None) -> None:
     names = installed(options.contenders)
     with tempfile.TemporaryDirectory(prefix="raytrainer-bench-") as folder:
         blocks = interleave(names, workload, Path(folder), options.rounds, options.block_steps)
-        same = {
-            (a, b): difference(Path(folder), a, b)
-            for a in names
-            if a in OURS
-            for b in names
-            if b in THEIRS and b != "plain_loader"
-        }
+        same = {(a, b): difference(Path(folder), a, b) for a, b in compared(names) if b != "plain_loader"}
     report.note(f"{workload}")
     report.note(f"{options.rounds} rounds of blocks of {options.block_steps} steps, in random order")
     _show(report, blocks, workload, same)
@@ -153,28 +156,26 @@ def _show(report: Report, blocks: dict[str, list[Block]], workload: Workload, sa
         )
     report.table("Speed (medians over the rounds; CPU: mean)", rows)
     rows = []
-    for ours in filter(OURS.__contains__, blocks):
-        for theirs in filter(THEIRS.__contains__, blocks):
-            rate = ratio_of(
-                [samples_per_s(block, workload) for block in blocks[ours]],
-                [samples_per_s(block, workload) for block in blocks[theirs]],
-            )
-            cpu = ratio_of([b.cpu_s for b in blocks[ours]], [b.cpu_s for b in blocks[theirs]])
-            weights = same.get((ours, theirs))
-            rows.append(
-                {
-                    "ours": names[ours],
-                    "against": names[theirs],
-                    "samples/s ratio": rate.mean,
-                    "median": rate.median,
-                    "95% lower bound": rate.low,
-                    f"at least {GOAL}": rate.low >= GOAL,
-                    "CPU ratio": cpu.mean,
-                    "its 90% interval": f"{cpu.low:.3f}-{cpu.high:.3f}",
-                    "no more CPU": cpu.mean <= 1.0,
-                    "weights": _in_words(weights),
-                }
-            )
+    for ours, theirs in compared(list(blocks)):
+        rate = ratio_of(
+            [samples_per_s(block, workload) for block in blocks[ours]],
+            [samples_per_s(block, workload) for block in blocks[theirs]],
+        )
+        cpu = ratio_of([b.cpu_s for b in blocks[ours]], [b.cpu_s for b in blocks[theirs]])
+        rows.append(
+            {
+                "ours": names[ours],
+                "against": names[theirs],
+                "samples/s ratio": rate.mean,
+                "median": rate.median,
+                "95% lower bound": rate.low,
+                f"at least {GOAL}": rate.low >= GOAL,
+                "CPU ratio": cpu.mean,
+                "its 90% interval": f"{cpu.low:.3f}-{cpu.high:.3f}",
+                "no more CPU": cpu.mean <= 1.0,
+                "weights": _in_words(same.get((ours, theirs))),
+            }
+        )
     report.table("Ours against theirs, by round", rows)
 
 

@@ -122,13 +122,15 @@ class Workload:
             persistent_workers=self.loader_workers > 0,
         )
 
-    def config(self, name: str, storage_path: str, task: str) -> dict[str, Any]:
-        """The same as a config of raytrainer's; task: dotted name of the Task that reports to us."""
+    def config(self, name: str, storage_path: str, task: str, elastic: bool = False) -> dict[str, Any]:
+        """The same as a config of raytrainer's; task: dotted name of the Task that reports to us. elastic:
+        the number of workers may change, though here it does not."""
+        num_workers = {"min": 1, "max": self.num_ranks} if elastic else self.num_ranks
         return {
             "name": name,
             "storage_path": storage_path,
             "seed": self.seed,
-            "scaling": {"num_workers": self.num_ranks, "gpus_per_worker": 0},
+            "scaling": {"num_workers": num_workers, "gpus_per_worker": 0},
             "data": {
                 "train": self.data_target(),
                 "global_batch_size": self.global_batch_size,
