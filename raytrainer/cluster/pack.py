@@ -15,7 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from raytrainer.cluster.pack_process import METRICS_FILE, TrialStart
+from raytrainer.cluster.pack_auto import measured_count
+from raytrainer.cluster.pack_process import TrialStart
+from raytrainer.cluster.pack_start import make_folder, trial_start
 from raytrainer.cluster.signals import StopSignal, stop_on_signals
 from raytrainer.errors import ResumeError, TrainingError, UsageError
 from raytrainer.pack import status as files
@@ -30,12 +32,12 @@ from raytrainer.pack.machines import (
 )
 from raytrainer.pack.plan import Node, Placement, plan
 from raytrainer.pack.search import Search
-from raytrainer.pack.share import Share, loader_workers, shm_notice, trial_environment
+from raytrainer.pack.share import loader_workers, shm_notice
 from raytrainer.pack.status import TrialStatus
 from raytrainer.pack.table import Screen, counts, plan_table, row
-from raytrainer.pack.trials import RUN_NAME, Trial
+from raytrainer.pack.trials import Trial
 from raytrainer.rundir import release_lock, take_lock
-from raytrainer.storage import open_storage
+from raytrainer.storage import Storage, open_storage
 
 # How long a trial that is told to stop may take to save: what a pod has.
 STOP_GRACE_S = 25.0
@@ -98,6 +100,8 @@ def pack(
         with stop_on_signals(stop):
             running = backend()
             try:
+                if settings.per_gpu == "auto":
+                    settings = _measured(trials, statuses, settings, storage, running, screen, stop)
                 run = _Pack(trials, statuses, settings, directory, running, screen, stop)
                 return run.run()
             finally:
@@ -107,7 +111,9 @@ def pack(
         release_lock(lock)
 
 
-def _begin(storage: Any, trials: Sequence[Trial], settings: PackSettings, resume: bool) -> list[TrialStatus]:
+def _begin(
+    storage: Storage, trials: Sequence[Trial], settings: PackSettings, resume: bool
+) -> list[TrialStatus]:
     if storage.exists(files.PACK_FILE) and not resume:
         before, _, _ = files.read_pack(storage)
         if [(t.command, t.values) for t in before] != [(t.command, t.values) for t in trials]:
@@ -118,12 +124,28 @@ def _begin(storage: Any, trials: Sequence[Trial], settings: PackSettings, resume
             )
     files.write_pack(storage, trials, settings.to_mapping(), os.getcwd())
     for trial in trials:
-        storage.make_folder(trial.name)
-        if trial.config_yaml is not None:
-            # Each trial's run directory is its own.
-            text = trial.config_yaml.replace("{trial_dir}", storage.path(trial.name))
-            storage.write(f"{trial.name}/config.yaml", text.encode())
+        make_folder(storage, trial)
     return [files.to_resume(files.read_status(storage, trial)) for trial in trials]
+
+
+def _measured(
+    trials: Sequence[Trial],
+    statuses: Sequence[TrialStatus],
+    settings: PackSettings,
+    storage: Storage,
+    backend: Backend,
+    screen: Screen,
+    stop: StopSignal,
+) -> PackSettings:
+    """With a number in place of `per_gpu: auto`, which a later --resume takes over."""
+    waiting = {status.trial for status in statuses if status.state == "waiting"}
+    first = [trial for trial in trials if trial.index in waiting]
+    count = measured_count(first, settings, storage.root, backend, screen, stop)
+    if not count:
+        return settings
+    settings = replace(settings, per_gpu=count)
+    files.write_pack(storage, trials, settings.to_mapping(), os.getcwd())
+    return settings
 
 
 def dry_run(trials: Sequence[Trial], settings: PackSettings, machines: Mapping[str, MachineFacts]) -> str:
@@ -132,7 +154,10 @@ def dry_run(trials: Sequence[Trial], settings: PackSettings, machines: Mapping[s
     check_placeable(list(trials), nodes, settings)
     placements = _plan(nodes, [request_of(trial, settings) for trial in trials], [], settings)
     shares = [(placement, share_on(placement, nodes, machines)) for placement in placements]
-    return plan_table(trials, shares, len(trials) - len(placements))
+    text = plan_table(trials, shares, len(trials) - len(placements))
+    if settings.per_gpu == "auto":
+        text += "\nper_gpu: auto is measured at the start; this is the plan without it"
+    return text
 
 
 def _plan(
@@ -221,23 +246,8 @@ class _Pack:
 
     def _start(self, placement: Placement) -> None:
         trial = self._trials[placement.trial]
-        share = share_on(placement, self._nodes, self._machines)
-        trial_dir = os.path.abspath(self._storage.path(trial.name))
-        environment = trial_environment(os.environ, placement, share, self._settings.env, trial_dir)
-        if self._settings.python_path:
-            paths = [*self._settings.python_path, environment.get("PYTHONPATH", "")]
-            environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-        run_dir = f"{trial_dir}/{RUN_NAME}" if trial.config_yaml is not None else trial_dir
-        start = TrialStart(
-            trial=trial.index,
-            command=(*trial.argv(trial_dir), *_loader_override(trial, share)),
-            environment=environment,
-            directory=os.getcwd(),
-            trial_dir=trial_dir,
-            metrics_file=f"{run_dir}/{METRICS_FILE}",
-            rss_cap_gib=share.rss_cap_gib,
-            timeout_s=trial.timeout_s or self._settings.timeout_s,
-            log_bytes=int(self._settings.log_mib * 2**20),
+        start, share = trial_start(
+            trial, placement, self._nodes, self._machines, self._settings, self._storage
         )
         self._queue.remove(trial.index)
         self._running[trial.index] = placement
@@ -391,13 +401,6 @@ class _Pack:
 
 def _count(number: int, word: str) -> str:
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
-
-
-def _loader_override(trial: Trial, share: Share) -> list[str]:
-    """A config's loader has no more workers than the trial's part of the cores allows."""
-    if trial.loader_workers is None or trial.loader_workers <= share.loader_workers:
-        return []
-    return [f"data.loader.num_workers={share.loader_workers}"]
 
 
 def _describe_end(

@@ -68,8 +68,8 @@ class TrialHost:
         self._wake()
 
     def news(self, timeout_s: float) -> list[dict[str, Any]]:
-        """What has happened since the last call, waiting for it: {"trial", "records", "rss_gib", "time_s"},
-        and with "end" (a TrialEnd) the last of a trial."""
+        """What has happened since the last call, waiting for it: {"trial", "records", "times_s", "rss_gib",
+        "time_s"}, times_s when each record came, and with "end" (a TrialEnd) the last of a trial."""
         self._has_news.wait(timeout_s)
         with self._lock:
             self._has_news.clear()
@@ -129,11 +129,10 @@ class TrialHost:
         for process in self._running.values():
             process.measured(sizes.get(process.supervisor_pid, 0.0))
             process.look()
-            records, process.records = process.records, []
             self._add_news(
                 {
                     "trial": process.start.trial,
-                    "records": records,
+                    **process.take_records(),
                     "rss_gib": process.rss_gib,
                     "time_s": process.time_s,
                 }
@@ -160,7 +159,7 @@ class TrialHost:
             "its supervisor process was killed" if script.lost and process.killed_for is None else None,
         )
         del self._running[trial]
-        self._add_news({"trial": trial, "records": process.records, "end": end, "time_s": process.time_s})
+        self._add_news({"trial": trial, **process.take_records(), "end": end, "time_s": process.time_s})
 
     def _tell(self, news: dict[str, Any]) -> None:
         with self._lock:

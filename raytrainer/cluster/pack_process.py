@@ -130,6 +130,8 @@ class TrialProcess:
         self.peak_gib = 0.0
         self.rss_gib = 0.0
         self.records: list[dict[str, Any]] = []
+        # When each of these came, in seconds since the start.
+        self.times_s: list[float] = []
         Path(start.trial_dir).mkdir(parents=True, exist_ok=True)
         self._log = BoundedLog(Path(start.trial_dir) / "stdout.log", start.log_bytes)
         self._reader = Records(Path(start.metrics_file))
@@ -169,8 +171,18 @@ class TrialProcess:
         self._log.write(data)
         self._tail += data
         del self._tail[:-TAIL_BYTES]
-        self.records += self._reader.printed(data)
+        self._keep(self._reader.printed(data))
         return True
+
+    def _keep(self, records: list[dict[str, Any]]) -> None:
+        self.records += records
+        self.times_s += [self.time_s] * len(records)
+
+    def take_records(self) -> dict[str, list]:
+        """The records since the last call, as "records" and "times_s"."""
+        taken = {"records": self.records, "times_s": self.times_s}
+        self.records, self.times_s = [], []
+        return taken
 
     def _close_pipe(self) -> None:
         if self._pipe_open:
@@ -179,7 +191,7 @@ class TrialProcess:
 
     def look(self) -> None:
         """Metrics from its file; its time-out and the end of a grace."""
-        self.records += self._reader.written()
+        self._keep(self._reader.written())
         now_s = time.monotonic()
         if (
             self.killed_for is None
@@ -224,7 +236,7 @@ class TrialProcess:
         while self._pipe_open and self.read_output():
             pass
         self._close_pipe()
-        self.records += self._reader.written()
+        self._keep(self._reader.written())
         self._over_s = self._over_s or time.monotonic()
         return True
 
