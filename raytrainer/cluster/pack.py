@@ -226,6 +226,8 @@ class _Pack:
             facts = self._machines[node.name]
             workers = loader_workers(self._settings.threads or node.threads_per_trial)
             count = min(node.num_slots, len(self._queue))
+            if self._settings.mps and not any(card.is_gpu for card in node.cards):
+                self._screen.say(f"warning: mps: there is no GPU to share on {node.name or 'this machine'}")
             notice = shm_notice(facts.shm_free_gib, count, workers, self._settings.shm_gib)
             if notice:
                 self._screen.say(f"warning: {notice}")
@@ -278,6 +280,8 @@ class _Pack:
         if index not in self._running:
             return
         self._time_s[index] = news.get("time_s", self._time_s[index])
+        if "mps" in news:
+            self._note_mps(index, news["mps"])
         status = self._status[index]
         for record in news.get("records", ()):
             status = status.observed(record, self._settings.metric)
@@ -289,6 +293,12 @@ class _Pack:
             self._ended(index, news["end"])
         elif news.get("records") and time.monotonic() - self._written_s.get(index, 0.0) > STATUS_S:
             self._keep(self._status[index])
+
+    def _note_mps(self, index: int, why_not: str) -> None:
+        status = self._status[index]
+        self._keep(replace(status, place={**status.place, "mps": not why_not}))
+        if why_not:
+            self._screen.say(f"warning: MPS does not serve {status.name}, it takes turns: {why_not}")
 
     def _end_early(self, index: int, why: str) -> None:
         self._ended_early.add(index)

@@ -14,9 +14,11 @@ import subprocess
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from raytrainer.cluster.mps import MpsDaemon
 from raytrainer.cluster.pack_process import TrialProcess, TrialStart
 from raytrainer.pack.cause import TrialEnd
 from raytrainer.pack.machines import MachineFacts
@@ -24,6 +26,8 @@ from raytrainer.pack.share import usable_cores
 
 # How often sizes are measured, metrics files read and time-outs looked at.
 LOOK_S = 0.5
+# A trial that has reported nothing by then is asked for among the clients of MPS all the same.
+MPS_S = 30.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -37,6 +41,8 @@ class TrialHost:
         self._news: list[dict[str, Any]] = []
         self._has_news = threading.Event()
         self._closed = False
+        self._mps: MpsDaemon | None = None
+        self._not_seen_at_mps: set[int] = set()
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_write.setblocking(False)
@@ -47,6 +53,8 @@ class TrialHost:
 
     def start(self, start: TrialStart) -> None:
         """Start a trial; that it could not be is told as its end."""
+        if start.mps:
+            start = self._with_mps(start)
         try:
             process = TrialProcess(start)
         except OSError as error:
@@ -60,6 +68,15 @@ class TrialHost:
             self._selector.register(process.process, selectors.EVENT_READ, (process, "control"))
         self._wake()
 
+    def _with_mps(self, start: TrialStart) -> TrialStart:
+        """The first of them starts the daemon."""
+        self._mps = self._mps or MpsDaemon()
+        if not self._mps.environment:
+            self._tell({"trial": start.trial, "mps": self._mps.why})
+            return start
+        self._not_seen_at_mps.add(start.trial)
+        return replace(start, environment={**start.environment, **self._mps.environment})
+
     def end(self, trial: int, reason: str, number: int, grace_s: float | None = None) -> None:
         """Send a trial a signal; after grace_s, kill it."""
         with self._lock:
@@ -68,8 +85,11 @@ class TrialHost:
         self._wake()
 
     def news(self, timeout_s: float) -> list[dict[str, Any]]:
-        """What has happened since the last call, waiting for it: {"trial", "records", "times_s", "rss_gib",
-        "time_s"}, times_s when each record came, and with "end" (a TrialEnd) the last of a trial."""
+        """What has happened since the last call, waiting for it: mappings with "trial" and more.
+
+        "records", "times_s" (when each came), "rss_gib", "time_s" of one that runs; "mps", "" when MPS serves
+        it, else why not; "end", a TrialEnd, is in the last of a trial.
+        """
         self._has_news.wait(timeout_s)
         with self._lock:
             self._has_news.clear()
@@ -82,6 +102,8 @@ class TrialHost:
             self._closed = True
         self._wake()
         self._thread.join()
+        if self._mps is not None:
+            self._mps.close()
         self._wake_read.close()
         self._wake_write.close()
 
@@ -129,6 +151,8 @@ class TrialHost:
         for process in self._running.values():
             process.measured(sizes.get(process.supervisor_pid, 0.0))
             process.look()
+            if process.start.trial in self._not_seen_at_mps and (process.records or process.time_s > MPS_S):
+                self._look_for_client(process)
             self._add_news(
                 {
                     "trial": process.start.trial,
@@ -137,6 +161,13 @@ class TrialHost:
                     "time_s": process.time_s,
                 }
             )
+
+    def _look_for_client(self, process: TrialProcess) -> None:
+        """Once a trial: by its first report it has used the card."""
+        self._not_seen_at_mps.discard(process.start.trial)
+        served = self._mps.serves(process.supervisor_pid)
+        why = "" if served else "it is none of the daemon's clients"
+        self._add_news({"trial": process.start.trial, "mps": why})
 
     def _conclude(self, process: TrialProcess) -> None:
         trial, start = process.start.trial, process.start

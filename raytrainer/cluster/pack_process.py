@@ -25,7 +25,8 @@ class TrialStart:
     """All that a machine needs to start a trial.
 
     directory: to run in; trial_dir: its own, for the log; metrics_file: of JSON lines that the trial writes.
-    timeout_s: from its start to its end. num_starts: how often it was started before.
+    timeout_s: from its start to its end. num_starts: how often it was started before. mps: whether it is
+    to share its card through MPS.
     """
 
     trial: int
@@ -38,6 +39,7 @@ class TrialStart:
     timeout_s: float | None
     log_bytes: int
     num_starts: int = 0
+    mps: bool = False
 
 
 class BoundedLog:

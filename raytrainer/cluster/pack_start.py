@@ -48,6 +48,7 @@ def trial_start(
         rss_cap_gib=share.rss_cap_gib,
         timeout_s=trial.timeout_s or settings.timeout_s,
         log_bytes=int(settings.log_mib * 2**20),
+        mps=settings.mps and placement.device != "",
     )
     return start, share
 

@@ -133,6 +133,11 @@ class PackFile(Section):
         "packed", description="packed: fill a card before the next; spread: the emptiest card first."
     )
     gpus: Literal["auto", 0] = Field("auto", description="0: the trials use no GPU, and see none.")
+    mps: bool = Field(
+        False,
+        description="Trials share a card through NVIDIA's MPS, at the same time instead of in turns. A fault "
+        "of one on the GPU (not its exception, nor its end) then ends all on that card.",
+    )
     avoid_gpu_nodes: bool = Field(False, description="Trials without a GPU stay off nodes that have some.")
     memory_gib: float | None = Field(
         None, gt=0, description="A trial's cap: on a GPU its tensors, on a CPU all of its processes."

@@ -43,6 +43,7 @@ class PackSettings:
     retries: int = 1
     stagger_s: float = 0.1
     probe_s: float = 10.0
+    mps: bool = False
     log_mib: float = 16.0
     metric: str | None = None
     metric_mode: str | None = None
@@ -54,7 +55,7 @@ class PackSettings:
     def of_file(cls, file: PackFile) -> PackSettings:
         """What the file says; a share of a card is as many slots as fit."""
         names = ("strategy", "gpus", "avoid_gpu_nodes", "memory_gib", "threads", "shm_gib", "timeout_s")
-        more = ("retries", "stagger_s", "probe_s", "log_mib", "env")
+        more = ("retries", "stagger_s", "probe_s", "mps", "log_mib", "env")
         per_gpu = file.per_gpu
         if per_gpu is None and file.gpu_share is not None:
             per_gpu = max(1, math.floor(1 / file.gpu_share + 1e-9))
