@@ -87,14 +87,21 @@ class Trainer:
         self._run_dir = run_dir
         self._started_at = started_at or time.time()
         self._snapshot_dir = snapshot_dir
+        self._is_standalone = run_dir is None
         self._finished: FinishedStep | None = None
         self._records: Records | None = None
 
     def train(self) -> Result:
         """Trains to the end, or to a wish to stop; resumes from the run directory's newest checkpoint."""
+        with self.opened():
+            return self.conclude(self._run())
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Inside, everything that training needs is there, as the newest checkpoint left it."""
         gpus = self.config.scaling.gpus_per_worker
         device = self.process.device(None if gpus == "auto" else gpus > 0)
-        standalone = self._run_dir is None
+        self._is_standalone = self._run_dir is None
         with (
             self.process.join(device),
             kernels_as_configured(self.config, device),
@@ -102,15 +109,18 @@ class Trainer:
             contextlib.ExitStack() as self._open,
         ):
             self._set_up(device)
-            status = self._run()
-            self._records.finish_checkpoints()
-            result = self._records.result(status)
-            if status != "resized":  # the run goes on: who resizes it tells of it
-                self._records.event(status, step=result.steps)
-            self._records.finish_logs()
-            if standalone and self.process.is_first:
-                self._run_dir.write_result(result)
-            return result
+            yield
+
+    def conclude(self, status: str) -> Result:
+        """Waits until all that the run leaves is written, and gives its result."""
+        self._records.finish_checkpoints()
+        result = self._records.result(status)
+        if status != "resized":  # the run goes on: who resizes it tells of it
+            self._records.event(status, step=result.steps)
+        self._records.finish_logs()
+        if self._is_standalone and self.process.is_first:
+            self._run_dir.write_result(result)
+        return result
 
     # Setting up ---------------------------------------------------------------------------------------------
 
@@ -151,7 +161,7 @@ class Trainer:
         self.device = device
         if device.type == "cpu":
             keep_freed_memory()
-        self.data = build.build_data(config)
+        self.data = self._build_data()
         self.sampler = build.build_sampler(config, self.data, process.rank, process.world_size)
         self.steps_per_epoch = self.sampler.steps_per_epoch
         self.total_steps = config.training.total_steps(self.steps_per_epoch)
@@ -204,6 +214,9 @@ class Trainer:
         )
         self._open.callback(self._records.close)
 
+    def _build_data(self) -> build.Data:
+        return build.build_data(self.config)
+
     def _gradient_step(self) -> MicrobatchStep:
         config, state = self.config, self.state
         common = {
@@ -251,39 +264,36 @@ class Trainer:
     # The loop -----------------------------------------------------------------------------------------------
 
     def _run(self) -> str:
-        progress = self.state.progress
         self._records.begin()
         stopping = False
-        while True:
-            if stopping:
-                self._save()
-                return "resized" if self._stop.requested == "resize" else "stopped"
-            self._boundary()
-            if progress.step >= self.total_steps or progress.stopped_early:
-                self._settle_votes()
-                self._save()
-                return "finished"
+        while (status := self.between_steps(stopping)) is None:
             stopping = self._train_step()
-            self._records.check()
+        return status
+
+    def between_steps(self, stopping: bool) -> str | None:
+        """What is due after the last finished step; how the run has ended, None when another step is due.
+
+        stopping: as the step returned.
+        """
+        progress = self.state.progress
+        if stopping:
+            self._save()
+            return "resized" if self._stop.requested == "resize" else "stopped"
+        self._boundary()
+        if progress.step >= self.total_steps or progress.stopped_early:
+            self._settle_votes()
+            self._save()
+            return "finished"
+        return None
 
     def _train_step(self) -> bool:
         """One optimizer step; returns whether all ranks agreed to stop after it."""
-        progress, timer = self.state.progress, self._timer
-        microbatches = self._ledger.watch(self._input.microbatches(progress))
-        plan = self.sampler.plan(progress.step_in_epoch, progress.epoch)
-        wish = self._stop.requested is not None
-        self.state.task.step = progress.step
+        plan, microbatches = self._begin_step()
+        step, wish = self.state.progress.step, self._stop.requested is not None
         if len(self.state.optimizers) == 1:
             self.gradients.zero_grad()
-            self.gradients.compute(plan, microbatches, progress.step, wish)
-            self._ledger.exchange()
-            self._finished.exchange(self.gradients.step_buffers)
-            self._votes.push(progress.step + 1, self.gradients.votes_grad)
-            stop, healthy = self._read_votes()
-            with self._finished.finishing():
-                if healthy:
-                    self._update("")
-                self._count_step(plan.num_samples, healthy)
+            self.gradients.compute(plan, microbatches, step, wish)
+            stop = self._apply(plan)
         else:
             taken = list(_take(microbatches, len(plan.local)))
             self._ledger.exchange()
@@ -291,14 +301,38 @@ class Trainer:
             self._finished.exchange(self.gradients.step_buffers)
             with self._finished.finishing():
                 self._count_step(plan.num_samples, healthy)
+        self._end_step(plan)
+        return stop
+
+    def _begin_step(self) -> tuple[Any, Iterator[Any]]:
+        """The step's plan, and the microbatches from here on."""
+        progress = self.state.progress
+        microbatches = self._ledger.watch(self._input.microbatches(progress))
+        plan = self.sampler.plan(progress.step_in_epoch, progress.epoch)
+        self.state.task.step = progress.step
+        return plan, microbatches
+
+    def _apply(self, plan: Any) -> bool:
+        """With the gradient there: the update, unless the loss was not finite. Whether to stop after it."""
+        self._ledger.exchange()
+        self._finished.exchange(self.gradients.step_buffers)
+        self._votes.push(self.state.progress.step + 1, self.gradients.votes_grad)
+        stop, healthy = self._read_votes()
+        with self._finished.finishing():
+            if healthy:
+                self._update("")
+            self._count_step(plan.num_samples, healthy)
+        return stop
+
+    def _end_step(self, plan: Any) -> None:
         self._records.step_finished()
         if self._records.takes_snapshots:
-            with timer.outside():
+            with self._timer.outside():
                 self._records.snapshot_if_due()
-        timer.step(plan.num_samples)
-        if progress.step % self.config.logging.every_n_steps == 0:
-            self._records.log_step(timer.window(), self.gradients.last_metrics)
-        return stop
+        self._timer.step(plan.num_samples)
+        if self.state.progress.step % self.config.logging.every_n_steps == 0:
+            self._records.log_step(self._timer.window(), self.gradients.last_metrics)
+        self._records.check()
 
     def _count_step(self, num_samples: int, healthy: bool) -> None:
         progress = self.state.progress

@@ -90,12 +90,13 @@ class TrainingInput:
     def _after_warm_up(self, microbatches: Iterator[Any], warm_up: Callable[[Any], None]) -> Iterator[Any]:
         first = next(microbatches, None)
         if first is None:  # this rank is idle in a short last step
-            warm_up(self._first_samples())
+            warm_up(self.first_samples())
             return microbatches
         warm_up(first)
         return _chain(first, microbatches)
 
-    def _first_samples(self) -> Any:
+    def first_samples(self) -> Any:
+        """A LoadedMicrobatch of the data set's first samples, wherever the run stands."""
         config, dataset = self._config, self._data.train
         batches = EvalBatches(min(len(dataset), config.data.micro_batch_size), 10**9)
         loader = configured_loader(config, self._data, dataset, batches, self._device, "data.train")

@@ -30,12 +30,17 @@ def update(state: TrainState, name: str, clip_norm: float | None) -> torch.Tenso
         scaler.update()
         advanced = scaler.get_scale() >= scale
         state.progress.skipped_updates += not advanced
+    follow_update(state, name, advanced)
+    return norm
+
+
+def follow_update(state: TrainState, name: str, advanced: bool = True) -> None:
+    """What follows a step of optimizer `name`: its schedule, and the average after the last optimizer."""
     schedule = state.schedules.get(name)
     if advanced and schedule is not None and schedule.interval == "step":
         schedule.scheduler.step()
     if state.ema is not None and name == list(state.optimizers)[-1]:
         state.ema.update_parameters(state.model)
-    return norm
 
 
 def advance_schedules(state: TrainState, interval: str, value: float | None = None) -> None:

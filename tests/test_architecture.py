@@ -25,7 +25,7 @@ FLOORS = {
     ],
     2: ["build", "evaluation", "evaluator", "finished_step", "preflight", "records", "state", "step", "task",
     "tasks", "trainer", "training_input", "tree_step", "updates", "voting"],
-    3: ["audit", "export", "finished", "pack", "predict", "reports", "runs"],
+    3: ["audit", "export", "finished", "fused", "pack", "predict", "reports", "runs"],
     4: ["cluster"],
     5: ["__main__", "api", "cli", "commands", "launch_options", "new_project", "pack_options"],
 }  # fmt: skip
