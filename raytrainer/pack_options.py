@@ -11,9 +11,10 @@ from typing import Any
 from raytrainer.config.pack import PackFile, load_pack_file, pack_file
 from raytrainer.errors import UsageError
 from raytrainer.launch_options import default_name
+from raytrainer.pack.fusible import with_groups
 from raytrainer.pack.machines import PackSettings
 from raytrainer.pack.status import PACK_FILE, read_pack
-from raytrainer.pack.trials import Trial, command_trials, trials_of
+from raytrainer.pack.trials import Trial, base_config, command_trials, trials_of
 from raytrainer.storage import open_storage
 
 
@@ -38,13 +39,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Job:
-    """What is run. directory: of the search."""
+    """What is run. directory: of the search; notes: to be told before it begins."""
 
     trials: list[Trial]
     settings: PackSettings
     directory: str
     resume: bool = False
     file: PackFile | None = None
+    notes: tuple[str, ...] = ()
 
 
 def run_pack(options: Options) -> int:
@@ -55,12 +57,13 @@ def run_pack(options: Options) -> int:
     if options.dry_run:
         backend = _backend(options, job)()
         try:
-            print(pack.dry_run(job.trials, job.settings, backend.machines()))
+            print(pack.dry_run(job.trials, job.settings, backend.machines(), job.notes))
         finally:
             backend.close()
         return 0
+    backend = _backend(options, job)
     return pack.pack(
-        job.trials, job.settings, job.directory, backend=_backend(options, job), resume=job.resume
+        job.trials, job.settings, job.directory, backend=backend, resume=job.resume, notes=job.notes
     )
 
 
@@ -105,7 +108,10 @@ def job_of(options: Options) -> Job:
         folder = file.folder if not os.path.exists(file.config) else ""
         beside = os.path.dirname(os.path.abspath(os.path.join(folder, file.config)))
         settings = replace(settings, python_path=(beside, _package_root()))
-    return Job(trials_of(file), settings, os.path.join(file.storage_path, file.name), file=file)
+    trials, notes = trials_of(file), []
+    if file.mode == "fused":
+        trials, notes = with_groups(trials, base_config(file))
+    return Job(trials, settings, os.path.join(file.storage_path, file.name), file=file, notes=tuple(notes))
 
 
 def _of_command(options: Options) -> Job:

@@ -1,6 +1,6 @@
 """`python -m raytrainer.cluster.fused_process DIR NUMBER...`: trains these trials of a pack as one model.
 
-Prints a line of JSON for each metric record and event of a trial, with "trial", its number, and for its end
+Prints a line of JSON for each metric record of a trial, with "trial", its number, and for its end
 {"trial", "ended": finished, stopped or failed, "message", "exit_code"}. Exits with 0 when all have ended so,
 130 or 143 after a signal, 3 when they cannot be fused; then the last line has "not_fused", the reason.
 """
@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from raytrainer.build import build_data
+from raytrainer.cluster.pack_fused import END_FILE
 from raytrainer.cluster.signals import StopSignal, stop_on_signals
 from raytrainer.config import Config, load_config
 from raytrainer.errors import RaytrainerError, UsageError
@@ -21,7 +22,6 @@ from raytrainer.fused.group import Group
 from raytrainer.fused.trial import EndWish, FusedTrial
 
 NOT_FUSED_EXIT_CODE = 3
-END_FILE = "end"
 
 
 class _Lines:
@@ -68,7 +68,8 @@ def _train(directory: str, numbers: list[int], lines: _Lines, stop: StopSignal) 
             wish = EndWish(stop, f"{folders[number]}/{END_FILE}")
 
             def observe(record: dict[str, Any], number: int = number) -> None:
-                lines.tell({"trial": number, **record})
+                if "event" not in record:
+                    lines.tell({"trial": number, **record})
 
             trial = FusedTrial(number, config, data, wish, observe)
             opened.enter_context(trial.opened())

@@ -121,6 +121,11 @@ class PackFile(Section):
     num_samples: int | None = Field(None, ge=1, description="How many trials draw from `samples`.")
     seed: int = Field(0, ge=0, description="Seed of `samples`.")
     max_trials: int = Field(1000, ge=1, description="More trials than this are refused.")
+    mode: Literal["processes", "fused"] = Field(
+        "processes",
+        description="processes: one for each trial. fused: trials that differ in seed and optimizer numbers "
+        "alone train as one model, in one process; what cannot be fused is said and runs as processes.",
+    )
     per_gpu: Annotated[Any, PlainValidator(_check_per_gpu)] = Field(
         None,
         description="Trials on a card at once. null: one on a GPU, one a core on a CPU. auto: measured, by "
@@ -184,6 +189,8 @@ class PackFile(Section):
             yield Broken(("gpu_share",), rule, "write one of per_gpu and gpu_share")
         if self.process_args and self.config is not None:
             yield Broken(("process_args",), "is for a command", "leave it out")
+        if self.mode == "fused" and self.config is None:
+            yield Broken(("mode",), "a command cannot be fused", "write config: in place of command:")
         yield from self._broken_search()
 
     def _broken_search(self) -> Iterator[Broken]:

@@ -103,6 +103,9 @@ class FusedTrial(Trainer):
             self.wish.look()
 
     def _update(self, name: str) -> None:
+        if not self.state.schedules:
+            follow_update(self.state, name)
+            return
         with warnings.catch_warnings():
             # The optimizer's step was that of the whole group.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")

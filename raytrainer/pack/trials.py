@@ -45,7 +45,8 @@ class Trial:
 
     values: what tells it from the others. command: as it is started, with {trial_dir} and {trial} still in
     place. config_yaml: the config that it runs, for a trial of a config. timeout_s, memory_gib, threads: its
-    own, where they differ from the others'. loader_workers: what its config asks for.
+    own, where they differ from the others'. loader_workers: what its config asks for. group: trials with one
+    number train as one model.
     """
 
     index: int
@@ -56,9 +57,11 @@ class Trial:
     memory_gib: float | None = None
     threads: int | None = None
     loader_workers: int | None = None
+    group: int | None = None
 
     @property
     def name(self) -> str:
+        """Of its directory."""
         return f"trial_{self.index:03d}"
 
     def argv(self, trial_dir: str) -> list[str]:
@@ -238,8 +241,7 @@ def _outputs(command: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _config_trials(file: PackFile, values: Sequence[dict[str, Any]]) -> list[Trial]:
-    path = file.config if os.path.exists(file.config) else os.path.join(file.folder, file.config)
-    base = load_config(path)
+    base = base_config(file)
     if base.script is not None:
         rule = "is a config with a script, which has no values to search"
         raise ConfigError(file.problem(("config",), rule, "write command: [python, script.py]", file.config))
@@ -263,6 +265,12 @@ def _config_trials(file: PackFile, values: Sequence[dict[str, Any]]) -> list[Tri
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return trials
+
+
+def base_config(file: PackFile) -> Config:
+    """The config that the trials run, without their values. Raises ConfigError."""
+    path = file.config if os.path.exists(file.config) else os.path.join(file.folder, file.config)
+    return load_config(path)
 
 
 def trial_config(base: Config, values: dict[str, Any]) -> Config:
